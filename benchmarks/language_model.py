@@ -124,7 +124,7 @@ def train_ours(seed: int, processes: int, cache: Path, overrides: list[str]) -> 
     with tempfile.TemporaryDirectory() as place:
         settings = [*overrides, f"step.seed={seed}", f"data.options.cache={cache}"]
         command = [str(Path(sys.executable).parent / "samestep"), "train", "language", "--name", "run"]
-        subprocess.run([*command, "--processes", str(processes), "--set", *settings], cwd=place, check=True)
+        subprocess.run([*command, "--processes", str(processes), *settings], cwd=place, check=True)
         lines = (Path(place) / "runs" / "run" / "events.jsonl").read_text().splitlines()
     return float([event for event in map(json.loads, lines) if event["event"] == "evaluation"][-1]["loss"])
 

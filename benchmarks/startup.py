@@ -79,7 +79,7 @@ def accelerate_command(processes: int, mark: Path) -> list[str]:
 
 def train_command(processes: int, mark: Path) -> list[str]:
     recipe = str(SCRIPTS / "workload.yaml")
-    return [tool("samestep"), "train", recipe, "--processes", str(processes), "--set", f"microbatches={processes}"]
+    return [tool("samestep"), "train", recipe, "--processes", str(processes), f"microbatches={processes}"]
 
 
 def interrupt_run(processes: int, folder: Path, environment: dict[str, str]) -> None:

@@ -103,7 +103,7 @@ def run(contender: Contender, options: argparse.Namespace, data: Path, folder: P
         *contender.settings,
     ]
     samestep = [sys.executable, "-m", "samestep", "train", "images", "--name", "a", "--device", "cpu"]
-    _call([*samestep, "--processes", contender.processes, "--set", *settings], folder)
+    _call([*samestep, "--processes", contender.processes, *settings], folder)
     return _epochs_of(folder / "runs" / "a" / "events.jsonl")
 
 

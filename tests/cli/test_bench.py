@@ -11,7 +11,7 @@ from helpers.system import Running, answer, here
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
 SLOW_DATA = Path(__file__).parents[1] / "helpers" / "bottlenecks.yaml"
-SMALL = ("--rounds", 2, "--steps", 2, "--set", "batch_size=240")
+SMALL = ("--rounds", 2, "--steps", 2, "batch_size=240")
 
 
 def run_bench(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> Any:
@@ -41,7 +41,7 @@ def test_variants_that_cannot_run_are_listed_and_the_rest_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("digits", "--devices", "2", "--layout", "tp", "--epochs", 0, "--rounds", 1, "--steps", 1)
-    result = run_bench(capsys, tmp_path, *options, "--set", "batch_size=4", "microbatches=4")
+    result = run_bench(capsys, tmp_path, *options, "batch_size=4", "microbatches=4")
     reasons = {absent["name"]: absent["reason"] for absent in result["not_run"]}
     assert "ddp, 4 parts" not in reasons
     assert "no built-in plan" in reasons["tp"]
@@ -52,7 +52,7 @@ def test_variants_that_cannot_run_are_listed_and_the_rest_is_compared(
 @pytest.mark.long
 def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
     options = ("--devices", 1, "--ways", "accumulate", "--accumulate", "2,5", "--epochs", 1, "--rounds", 200)
-    arguments = ("bench", "digits", *options, "--steps", 5, "--out", "output", "--set", "batch_size=240")
+    arguments = ("bench", "digits", *options, "--steps", 5, "--out", "output", "batch_size=240")
     path = tmp_path / "output" / "bench.json"
 
     def rounds() -> int:
@@ -72,7 +72,7 @@ def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_workers_are_compared_and_slow_data_needs_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow = ("--set", "data.options.seconds=0.01")
+    slow = ("data.options.seconds=0.01",)
     options = ("--workers", "0,4", "--devices", 2, "--rounds", 2, "--steps", 3, *slow)
     result = run_bench(capsys, tmp_path, SLOW_DATA, *options)
     assert [(row["devices"], row["workers"], len(row["rounds"])) for row in result["workers"]] == [(2, 0, 2), (2, 4, 2)]

@@ -18,7 +18,7 @@ Report = Callable[..., tuple[int, dict[str, Any]]]
 
 
 def train(folder: Path, name: str, *overrides: str, options: tuple[object, ...] = (), every: int = 1) -> Path:
-    arguments = ("--name", name, "--checksum-every", every, *options, "--set", "epochs=1", *overrides)
+    arguments = ("--name", name, "--checksum-every", every, *options, "epochs=1", *overrides)
     assert here("train", RECIPE, *arguments, cwd=folder) == 0
     return folder / "runs" / name
 
@@ -98,7 +98,7 @@ def test_difference_of_the_code_is_found_in_the_replays(tmp_path: Path, report: 
 @pytest.mark.long
 def test_replay_of_an_extended_run_starts_from_a_checkpoint(tmp_path: Path, report: Report) -> None:
     run = train(tmp_path, "a", "schedule.name=cosine", options=("--checkpoint-every", 5, "--keep", 9))
-    assert here("resume", run, "--checksum-every", 1, "--keep", 9, "--set", "epochs=2", cwd=tmp_path) == 0
+    assert here("resume", run, "--checksum-every", 1, "--keep", 9, "epochs=2", cwd=tmp_path) == 0
     for step, first in ((12, 10), (20, 13), (13, 10), (14, 13)):
         code, data = report(tmp_path, run, "--step", step, "--trust", "--processes", 2)
         assert (code, *replay_of(data)) == (0, first, 2, step - first, None)

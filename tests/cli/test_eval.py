@@ -16,7 +16,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few steps, which gets some digits right."""
     place = tmp_path_factory.mktemp("digits")
     sizes = ("epochs=2", "batch_size=128", "microbatches=4", "model.options.width=8")
-    assert here("train", "digits", "--name", "a", "--set", *sizes, cwd=place) == 0
+    assert here("train", "digits", "--name", "a", *sizes, cwd=place) == 0
     return place / "runs" / "a"
 
 

@@ -30,7 +30,7 @@ HUB = ("--hub", "me/digits")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with averaged weights."""
     place = tmp_path_factory.mktemp("push")
-    assert here("train", "digits", "--name", "a", "--set", *SMALL, cwd=place) == EXIT_DONE
+    assert here("train", "digits", "--name", "a", *SMALL, cwd=place) == EXIT_DONE
     return place
 
 

@@ -46,12 +46,12 @@ INVALID_VALUES = [
 
 @pytest.mark.parametrize("override", INVALID_VALUES)
 def test_invalid_value_is_an_error_with_key_and_value(refused: Refused, override: str) -> None:
-    assert override.partition("=")[0] in refused("train", "digits", "--set", override).splitlines()[0]
+    assert override.partition("=")[0] in refused("train", "digits", override).splitlines()[0]
 
 
 INVALID_OVERRIDES = {
-    "batch_size": "E_RECIPE",
-    "=3": "E_RECIPE",
+    "batch_size": "E_FILE_MISSING",
+    "=3": "E_FILE_MISSING",
     "epochs=[1": "E_VALUE",
     "batch_size.x=1": "E_UNKNOWN_KEY",
     "data.name.x=1": "E_UNKNOWN_KEY",
@@ -59,8 +59,8 @@ INVALID_OVERRIDES = {
 
 
 @pytest.mark.parametrize("override", INVALID_OVERRIDES)
-def test_invalid_override_is_an_error(refused: Refused, override: str) -> None:
-    title = refused("train", "digits", "--set", override).splitlines()[0]
+def test_invalid_setting_is_an_error(refused: Refused, override: str) -> None:
+    title = refused("train", "digits", override).splitlines()[0]
     assert override in title
     assert title.endswith(f"[{INVALID_OVERRIDES[override]}]")
 
@@ -114,7 +114,7 @@ def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
 
 
 def test_batch_size_below_microbatches_is_an_error(refused: Refused) -> None:
-    assert "[E_BATCH_SIZE]" in refused("train", "digits", "--set", "batch_size=4").splitlines()[0]
+    assert "[E_BATCH_SIZE]" in refused("train", "digits", "batch_size=4").splitlines()[0]
 
 
 @pytest.mark.parametrize("arguments", ["train {}.yaml", "train digits --runs={}", "resume {}", "eval {}"])
@@ -132,9 +132,8 @@ def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
 
 USAGE = {
     "trian digits": "E_UNKNOWN_NAME",
-    "": "E_MISSING_KEY",
     "train": "E_MISSING_KEY",
-    "train digits b": "E_UNKNOWN_OPTION",
+    "train digits b": "E_FILE_MISSING",
     "train digits --strategy fsd": "E_VALUE",
     "train digits --workers two": "E_VALUE",
     "train digits --hang-after -5s": "E_VALUE",
@@ -153,8 +152,8 @@ def test_invalid_arguments_are_an_error(refused: Refused, command: str) -> None:
 
 
 def test_unknown_recipe_or_command_is_an_error_with_the_nearest(refused: Refused) -> None:
-    assert "did you mean digits?" in refused("train", "digit")
-    assert "did you mean samestep train?" in refused("trian", "digits")
+    assert "did you mean samestep train digits?" in refused("train", "digit")
+    assert "did you mean samestep train digits?" in refused("trian", "digits")
     assert "digits" in refused("train", "cooking")
 
 
@@ -212,7 +211,7 @@ def test_unknown_name_or_option_is_an_error(refused: Refused, override: str) -> 
     fixed = [] if override.startswith("data.name") else ["metrics=[]"]
     if override.startswith("data.name=helpers.recorded"):
         fixed = ["data.options={}"]
-    assert NAMES[override] in refused("train", RECIPE, "--processes", 1, "--set", *fixed, override)
+    assert NAMES[override] in refused("train", RECIPE, "--processes", 1, *fixed, override)
 
 
 def test_invalid_pretrained_file_is_an_error(refused: Refused, tmp_path: Path) -> None:
@@ -226,7 +225,7 @@ def test_invalid_pretrained_file_is_an_error(refused: Refused, tmp_path: Path) -
         "nested.pth": "no tensor",
         "other.safetensors": "no tensor",
     }.items():
-        err = refused("train", RECIPE, "--set", f"model.pretrained={name}")
+        err = refused("train", RECIPE, f"model.pretrained={name}")
         assert name in err.splitlines()[0]
         assert message in err
 
@@ -237,7 +236,7 @@ def test_missing_device_is_an_error(refused: Refused) -> None:
 
 
 def test_several_ranks_report_once(tmp_path: Path, check_error: CheckError) -> None:
-    arguments = ("train", RECIPE, "--processes", 3, "--set", "model.freeze=[layer9.*]")
+    arguments = ("train", RECIPE, "--processes", 3, "model.freeze=[layer9.*]")
     done = samestep(*arguments, cwd=tmp_path)
     assert (done.code, done.out) == (EXIT_INPUT, "")
     check_error(done.err)
@@ -273,11 +272,11 @@ TINY = (
 
 
 def train_pictures(refused: Refused, *overrides: str) -> str:
-    return refused("train", "images", "--processes", 1, "--set", *TINY, *overrides)
+    return refused("train", "images", "--processes", 1, *TINY, *overrides)
 
 
 def test_images_without_a_folder(refused: Refused) -> None:
-    err = refused("train", "images", "--set", "model.name=helpers.recorded:Pooled")
+    err = refused("train", "images", "model.name=helpers.recorded:Pooled")
     assert "data.options.path is missing [E_MISSING_KEY]" in err
     assert f"there is no folder pictures in {Path.cwd()} [E_FILE_MISSING]" in train_pictures(refused)
 
@@ -321,7 +320,7 @@ def test_unreadable_image_loses_no_completed_step(
     intact = late.read_bytes()
     spoil(late, "truncated")
     arguments = ("--processes", 2, "--workers", workers, "--name", "a")
-    assert here("train", "images", *arguments, "--set", *TINY, cwd=tmp_path) == EXIT_INPUT
+    assert here("train", "images", *arguments, *TINY, cwd=tmp_path) == EXIT_INPUT
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.splitlines()[0].startswith(f"error: {late.relative_to(tmp_path)} cannot be read")
@@ -330,7 +329,7 @@ def test_unreadable_image_loses_no_completed_step(
 
     late.write_bytes(intact)
     assert here("resume", "runs/a", cwd=tmp_path) == 0
-    assert here("train", "images", "--name", "reference", "--set", *TINY, cwd=tmp_path) == 0
+    assert here("train", "images", "--name", "reference", *TINY, cwd=tmp_path) == 0
     assert weights(tmp_path / "runs" / "a") == weights(tmp_path / "runs" / "reference")
 
 
@@ -341,13 +340,13 @@ def test_unreadable_image_in_evaluation_loses_no_completed_step(pictures: Path, 
     path = files.samples[-1][0]
     intact = path.read_bytes()
     spoil(path, "text")
-    assert here("train", "images", "--processes", 2, "--name", "a", "--set", *TINY, cwd=tmp_path) == EXIT_INPUT
+    assert here("train", "images", "--processes", 2, "--name", "a", *TINY, cwd=tmp_path) == EXIT_INPUT
     run = tmp_path / "runs" / "a"
     assert state_of(run)["cursor"] == {"epoch": 1, "samples": 0}
 
     path.write_bytes(intact)
     assert here("resume", run, cwd=tmp_path) == 0
-    assert here("train", "images", "--name", "reference", "--set", *TINY, cwd=tmp_path) == 0
+    assert here("train", "images", "--name", "reference", *TINY, cwd=tmp_path) == 0
     reference = tmp_path / "runs" / "reference"
     assert weights(run) == weights(reference)
     assert [event["train_loss"] for event in events(run, "evaluation")] == [
@@ -370,7 +369,7 @@ def in_a_later_step(pictures: Path) -> Path:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of one epoch."""
     folder = tmp_path_factory.mktemp("finished")
-    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=folder) == 0
+    assert here("train", RECIPE, "--name", "a", "epochs=1", cwd=folder) == 0
     return folder / "runs" / "a"
 
 
@@ -500,7 +499,7 @@ def test_invalid_certificate(refused: Refused, run: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1"])
 def test_resume_with_another_recipe_lists_the_differences(refused: Refused, run: Path, change: str) -> None:
     key, _, new = change.partition("=")
-    err = refused("resume", run, "--set", change)
+    err = refused("resume", run, change)
     assert re.search(rf"^    {re.escape(key)}: \S.* -> {new}$", err, re.MULTILINE)
     assert "model.pretrained=" in err
 
@@ -518,7 +517,7 @@ def test_fix_for_another_recipe_works(run: Path, tmp_path: Path) -> None:
     """The error suggests a new run from the weights of the old one."""
     weights_file = run / "checkpoints" / "last" / "model.safetensors"
     overrides = ("epochs=1", "batch_size=16", f"model.pretrained={weights_file}")
-    assert here("train", RECIPE, "--name", "b", "--set", *overrides, cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "b", *overrides, cwd=tmp_path) == 0
     notes = [event["text"] for event in events(tmp_path / "runs" / "b", "note")]
     assert notes[0] == f"pretrained: {len(load_file(weights_file))} tensors taken, 0 left out"
 

@@ -14,7 +14,7 @@ from helpers.started import Variables, as_mpirun, as_srun, as_torchrun, free_por
 from helpers.system import COMMAND, Done, events, here, state_of, until, weights
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
-PLAIN = ("--set", "epochs=1")
+PLAIN = ("epochs=1",)
 TORCHRUN = python("-m", "torch.distributed.run")
 
 LEAVES_WORKERS = """
@@ -155,7 +155,7 @@ def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
             for arguments, message in (
                 (["train", RECIPE, "--devices", "0,1"], "--devices 0,1, but Slurm has started 2 processes"),
                 (["train", RECIPE, "--max-restarts", 2], "--max-restarts 2, but Slurm has started 2 processes"),
-                (["train", RECIPE, "--set", "microbatches=1"], "2 ranks share the data"),
+                (["train", RECIPE, "microbatches=1"], "2 ranks share the data"),
                 (["resume", "runs/none"], "runs/none is not a run"),
             )
         ),
@@ -175,7 +175,7 @@ def test_bad_input_is_reported_once(arguments: list[object], message: str, place
 def test_a_rank_that_fails_is_reported_once(rank: int, place: Path) -> None:
     name = f"fails-{rank}"
     failing = ["loss.name=helpers.recorded:failing", f"loss.options.rank={rank}", "loss.options.call=6"]
-    options = ["--set", *failing, "--name", name]
+    options = [*failing, "--name", name]
     with ranks(as_srun(f"6{rank}"), 3, "train", RECIPE, *options, cwd=place) as started:
         ended = started.wait()
     assert ended[rank].err.count("error:") == 1

@@ -22,8 +22,12 @@ Refused = Callable[..., str]
 OPTIONS = {
     "train digits --gpus 4": "--processes",
     "train digits --nproc_per_node=2": "--processes",
-    "train --lr 0.1 digits": "--set optimizer.options.lr=VALUE",
-    "train digits -b 32": "--set batch_size=VALUE",
+    "train --lr 0.1 digits": "optimizer.options.lr=0.1?",
+    "train digits --lr=0.1": "optimizer.options.lr=0.1?",
+    "train digits --lr": "optimizer.options.lr=VALUE?",
+    "train digits -b 32": "batch_size=32?",
+    "train digits --set epochs=2 batch_size=32": "samestep train digits epochs=2 batch_size=32",
+    "train digits --set=epochs=2": "samestep train digits epochs=2",
     "train digits --max_restarts 2": "--max-restarts",
     "train digits --proceses 2": "--processes",
     "train digits --foo 2020-99-99": "train --help",
@@ -31,13 +35,13 @@ OPTIONS = {
     "run --gpus 2 train.py": "--processes",
 }
 KEYS = {
-    "lr=0.1": "optimizer.options.lr?",
-    "batchsize=64": "batch_size?",
-    "optimizer.option.lr=1": "optimizer.options?",
-    "accumulation_steps=4": "--accumulate?",
-    "data.num_workers=8": "--workers?",
-    "schedule.warmup=1": "schedule.warmup_epochs?",
-    "step.sed=1": "step.seed?",
+    "learning_rate.lr=0.1": "optimizer.options.lr=0.1?",
+    "batchsize=64": "batch_size=64?",
+    "optimizer.option.lr=1": "optimizer.options.lr=1?",
+    "accumulation_steps=4": "--accumulate 4?",
+    "data.num_workers=8": "--workers 8?",
+    "schedule.warmup=1": "schedule.warmup_epochs=1?",
+    "step.sed=1": "step.seed=1?",
     "qwertz=1": "remove qwertz",
 }
 
@@ -51,9 +55,44 @@ def test_unknown_option_names_the_nearest(refused: Refused, command: str) -> Non
 
 @pytest.mark.parametrize("override", KEYS)
 def test_unknown_key_names_the_nearest(refused: Refused, override: str) -> None:
-    err = refused("train", "digits", "--set", override)
+    err = refused("train", "digits", override)
     assert "[E_UNKNOWN_KEY]" in err
     assert KEYS[override] in err.splitlines()[-1]
+
+
+ARGUMENTS = {
+    "train images foto": "did you mean photos?",
+    "train images photo/": "did you mean photos?",
+    "train digits epochs 5": "did you mean epochs=5?",
+    "train digits 5": "give the path",
+    "eval runs/first foto": "did you mean photos?",
+}
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_argument_that_is_neither_a_setting_nor_a_path(refused: Refused, tmp_path: Path, command: str) -> None:
+    (tmp_path / "photos").mkdir()
+    err = refused(*command.split())
+    assert "is neither a setting nor a path" in err.splitlines()[0]
+    assert ARGUMENTS[command] in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("place", ["photos", "~/photos", "$PLACE/photos", "./photos"])
+def test_path_is_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    (tmp_path / "photos").mkdir()
+    assert here("train", "images", "--print", place, "lr=0.5", "--exact", "--json", cwd=tmp_path) == EXIT_DONE
+    printed = answer(capsys)
+    path = Path(printed["recipe"]["data"]["options"]["path"])
+    assert path in (tmp_path / "photos", Path("photos"))
+    assert printed["recipe"]["optimizer"]["options"]["lr"] == 0.5
+    for key in ("data.options.path", "optimizer.options.lr", "step.reduction"):
+        assert printed["origins"][key] == "command line"
+    assert printed["origins"]["epochs"] == "images"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_unknown_key_is_reported_before_a_missing_one(refused: Refused, tmp_path: Path) -> None:
@@ -64,7 +103,7 @@ def test_unknown_key_is_reported_before_a_missing_one(refused: Refused, tmp_path
 
 @pytest.mark.slow
 def test_distributed_launch_trains_to_the_same_bits(tmp_path: Path) -> None:
-    arguments = ("train", RECIPE, "--set", "epochs=1", "--name")
+    arguments = ("train", RECIPE, "epochs=1", "--name")
     assert here(*arguments, "launched", "--processes", 2, cwd=tmp_path) == 0
     launcher = ("--nproc-per-node", "2", "--master-port", free_port(), "-m", "samestep", *arguments, "a")
     command = python("-W", "ignore", "-m", "torch.distributed.launch")
@@ -76,11 +115,11 @@ def test_distributed_launch_trains_to_the_same_bits(tmp_path: Path) -> None:
 
 # --- batch size ---
 
-ONE_EPOCH = ("--set", "epochs=1")
+ONE_EPOCH = ("epochs=1",)
 
 
 def test_batch_is_saved_in_the_recipe(tmp_path: Path) -> None:
-    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1")
+    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "epochs=1")
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     assert read_recipe(run / "recipe.yaml").batch_size == 12
@@ -89,16 +128,16 @@ def test_batch_is_saved_in_the_recipe(tmp_path: Path) -> None:
 
 def test_learning_rate_scales_with_the_global_batch(tmp_path: Path) -> None:
     rule = "learning_rate={rule: linear, base_batch_size: 6}"
-    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1", rule)
+    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "epochs=1", rule)
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     note, *_ = events(tmp_path / "runs" / "a", "note")
     assert note["text"] == "learning rate 0.02 = 0.01 x 12/6 (linear)"
 
 
 def test_recipe_has_no_per_device_batch_size(refused: Refused, tmp_path: Path) -> None:
-    err = refused("train", "digits", "--set", "per_device_batch_size=32")
+    err = refused("train", "digits", "per_device_batch_size=32")
     assert "unknown key per_device_batch_size" in err.splitlines()[0]
-    assert "did you mean --per-device-batch-size?" in err
+    assert "did you mean --per-device-batch-size 32?" in err
     text = RECIPE.read_text(encoding="utf-8").replace("batch_size: 8", "per_device_batch_size: 8")
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
     assert "mine.yaml: unknown key per_device_batch_size" in refused("train", "mine.yaml").splitlines()[0]
@@ -108,7 +147,7 @@ def test_parts_of_a_batch_have_the_mean_of_the_whole(tmp_path: Path) -> None:
     """Without batch norm, whose statistics are those of a part."""
     losses = []
     for name, options in (("a", ("--accumulate", 3)), ("b", ())):
-        settings = ("--set", "epochs=1", "batch_size=32", "data.options.lines=50", "model.options.dropout=0")
+        settings = ("epochs=1", "batch_size=32", "data.options.lines=50", "model.options.dropout=0")
         assert here("train", "tokens", *options, "--name", name, *settings, cwd=tmp_path) == 0
         run = tmp_path / "runs" / name
         assert read_recipe(run / "recipe.yaml").accumulate == (3 if options else 1)
@@ -126,12 +165,12 @@ def test_both_options(tmp_path: Path) -> None:
 INVALID = {
     "--per-device-batch-size 32 --processes auto": "E_BATCH_SIZE",
     "--per-device-batch-size 32 --processes abc": "E_BATCH_SIZE",
-    "--per-device-batch-size 32 --set batch_size=64": "E_BATCH_SIZE",
+    "--per-device-batch-size 32 batch_size=64": "E_BATCH_SIZE",
     "--per-device-batch-size 0": "E_VALUE",
-    "--per-device-batch-size 3 --set microbatches=8": "E_BATCH_SIZE",
-    "--per-device-batch-size 3 --processes 9 --set microbatches=8": "E_TOO_MANY_RANKS",
+    "--per-device-batch-size 3 microbatches=8": "E_BATCH_SIZE",
+    "--per-device-batch-size 3 --processes 9 microbatches=8": "E_TOO_MANY_RANKS",
     "--accumulate 0": "E_VALUE",
-    "--accumulate 4 --set accumulate=4": "E_BATCH_SIZE",
+    "--accumulate 4 accumulate=4": "E_BATCH_SIZE",
     "--accumulate 100": "E_BATCH_SIZE",
 }
 
@@ -145,7 +184,6 @@ def test_invalid_combinations_are_errors(refused: Refused, options: str) -> None
 
 LANGUAGE = (
     "language",
-    "--set",
     "model.options.n_embd=32",
     "model.options.n_head=4",
     "model.options.n_layer=2",
@@ -166,7 +204,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the runs `single`, on one process, and `divided`, with `fsdp` on four processes."""
     folder = tmp_path_factory.mktemp("layouts")
     for name, chosen in (("single", ()), ("divided", ("--strategy", "fsdp", "--processes", 4))):
-        code = here("train", "digits", *chosen, "--name", name, "--set", "epochs=1", "step.threads=1", cwd=folder)
+        code = here("train", "digits", *chosen, "--name", name, "epochs=1", "step.threads=1", cwd=folder)
         assert code == EXIT_DONE
     return folder
 
@@ -259,7 +297,7 @@ def test_run_with_stages_is_resumed_on_one_process_and_back(tmp_path: Path) -> N
     stages = ("--strategy", "pp", "--processes", 2)
     for name, chosen in (("single", ()), ("stages", stages)):
         assert here("train", *options, *chosen, "--name", name, cwd=tmp_path) == EXIT_DONE
-    resumed = ("--set", "epochs=2")
+    resumed = ("epochs=2",)
     assert here("resume", "runs/single", *stages, *resumed, cwd=tmp_path) == EXIT_DONE
     assert here("resume", "runs/stages", "--strategy", "ddp", "--processes", 1, *resumed, cwd=tmp_path) == EXIT_DONE
     single, divided = (tmp_path / "runs" / name / "checkpoints" for name in ("single", "stages"))
@@ -279,7 +317,7 @@ def test_run_with_stages_is_resumed_on_one_process_and_back(tmp_path: Path) -> N
 def test_exact_tensor_axis_has_the_bits_of_one_process_with_equal_slices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--strategy", "tp", "--reduction", "exact", "--processes", "1,2", "--set", "step.tensor_slices=2")
+    options = ("--strategy", "tp", "--reduction", "exact", "--processes", "1,2", "step.tensor_slices=2")
     certificate = verify(tmp_path, capsys, *LANGUAGE, *options)
     assert certificate["level"] == "bits"
     assert [run["first_difference"] for run in certificate["comparisons"]] == [None]
@@ -289,7 +327,7 @@ def test_exact_tensor_axis_has_the_bits_of_one_process_with_equal_slices(
 @pytest.mark.slow
 def test_several_devices_per_rank_give_equal_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("strategy.devices=2", "strategy.place={stem: 0, blocks: 0, head: 1}")
-    options = ("--strategy", "device_map", "--reduction", "exact", "--set", *settings, "--processes", "1,2")
+    options = ("--strategy", "device_map", "--reduction", "exact", *settings, "--processes", "1,2")
     certificate = verify(tmp_path, capsys, "digits", *options)
     assert certificate["level"] == "bits"
     assert [run["first_difference"] for run in certificate["comparisons"]] == [None]

@@ -27,7 +27,7 @@ MODEL = "model.safetensors"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with averaged weights, and two pictures."""
     place = tmp_path_factory.mktemp("predict")
-    assert here("train", "digits", "--name", "a", "--set", *SMALL, "ema.decay=0.9", cwd=place) == 0
+    assert here("train", "digits", "--name", "a", *SMALL, "ema.decay=0.9", cwd=place) == 0
     images = load_digits(shift=0).train
     for number in (3, 7):
         scan = next(image for image, label in map(images.__getitem__, range(len(images))) if label == number)

@@ -27,7 +27,7 @@ def run_profile(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: ob
 @pytest.mark.slow
 def test_late_rank_is_the_slowest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ("--warmup", 1, "--active", 8, "--traced", 0)
-    late = ("--set", "model.options.late_rank=1", "model.options.seconds=0.05")
+    late = ("model.options.late_rank=1", "model.options.seconds=0.05")
     result = run_profile(capsys, tmp_path, "--processes", 3, *options, *late)
     assert result["slowest"]["rank"] == 1
     assert result["slowest"]["phase"] == "forward"
@@ -37,7 +37,7 @@ def test_late_rank_is_the_slowest(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 @pytest.mark.slow
 def test_slow_data_is_waited_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ("--warmup", 1, "--active", 4, "--traced", 0, "--set", "data.options.seconds=0.004")
+    options = ("--warmup", 1, "--active", 4, "--traced", 0, "data.options.seconds=0.004")
     [rank] = run_profile(capsys, tmp_path, *options)["ranks"]
     assert rank["data"] > 0.1
 
@@ -79,7 +79,7 @@ def test_slowest_rank_of_a_divided_model_is_unknown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, strategy: str
 ) -> None:
     options = ("--strategy", strategy, *TWO, "--active", 2, "--traced", 0)
-    result = run_profile(capsys, tmp_path, *options, "--set", "model.options.layers=4")
+    result = run_profile(capsys, tmp_path, *options, "model.options.layers=4")
     assert result["slowest"] is None
     [first, second] = [[rank[phase] > 0 for phase in ("forward", "backward")] for rank in result["ranks"]]
     assert first == second == [True, True]

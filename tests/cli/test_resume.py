@@ -16,7 +16,7 @@ from samestep.recipes.recipe_files import read_recipe
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 EXACT = "step.reduction=exact"
-COSINE = ("--set", "schedule.name=cosine", "schedule.final=0.1")
+COSINE = ("schedule.name=cosine", "schedule.final=0.1")
 
 
 def rates(run: Path) -> dict[int, float]:
@@ -27,11 +27,11 @@ def rates(run: Path) -> dict[int, float]:
 def test_a_finished_run_continues_with_more_epochs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With a schedule that does not depend on the number of epochs, the bits are those of a longer run."""
     run, longer = tmp_path / "runs" / "a", tmp_path / "runs" / "longer"
-    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", EXACT, cwd=tmp_path) == 0
-    assert here("resume", run, "--set", "epochs=2", "--processes", 2, cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "a", "epochs=1", EXACT, cwd=tmp_path) == 0
+    assert here("resume", run, "epochs=2", "--processes", 2, cwd=tmp_path) == 0
     (start,) = events(run, "resume")
     assert start["text"] == "resuming after step 13: epoch 2/2, step 1/13 (before: 1 epoch)"
-    assert here("train", RECIPE, "--name", "longer", "--set", "epochs=2", EXACT, cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "longer", "epochs=2", EXACT, cwd=tmp_path) == 0
     assert weights(run) == weights(longer)
     assert state_of(run) == state_of(longer)
     assert read_recipe(run / "recipe.yaml") == read_recipe(longer / "recipe.yaml")
@@ -44,7 +44,7 @@ def test_a_finished_run_continues_with_more_epochs(tmp_path: Path, capfd: pytest
     assert weights(run) == weights(longer)
     capfd.readouterr()
     before = tree(run / "checkpoints"), (run / "recipe.yaml").read_bytes()
-    assert here("resume", run, "--set", "epochs=1", cwd=tmp_path) == 2
+    assert here("resume", run, "epochs=1", cwd=tmp_path) == 2
     assert "[E_VALUE]" in capfd.readouterr().err
     assert (tree(run / "checkpoints"), (run / "recipe.yaml").read_bytes()) == before
     assert here("eval", run, "--checkpoint", "epoch-1", "--json", cwd=tmp_path) == 0
@@ -55,7 +55,7 @@ def test_a_finished_run_continues_with_more_epochs(tmp_path: Path, capfd: pytest
 def test_the_schedule_of_a_continued_run_is_that_of_the_new_number_of_epochs(tmp_path: Path) -> None:
     run, longer = tmp_path / "runs" / "a", tmp_path / "runs" / "longer"
     assert here("train", RECIPE, "--name", "a", *COSINE, "epochs=1", cwd=tmp_path) == 0
-    assert here("resume", run, "--set", "epochs=2", cwd=tmp_path) == 0
+    assert here("resume", run, "epochs=2", cwd=tmp_path) == 0
     assert here("train", RECIPE, "--name", "longer", *COSINE, "epochs=2", cwd=tmp_path) == 0
     continued, expected = rates(run), rates(longer)
     assert len(continued) == 26
@@ -71,7 +71,7 @@ def test_skipped_steps_are_counted_and_a_run_of_mostly_skipped_steps_fails(
     """A process calls the loss once per step."""
     options = f"loss.options={{call: {first}}}"
     fault = ("loss.name=helpers.recorded:infinite_from_call", options, "step.non_finite=skip", "epochs=1")
-    assert here("train", RECIPE, "--name", "a", "--set", *fault, cwd=tmp_path) == code
+    assert here("train", RECIPE, "--name", "a", *fault, cwd=tmp_path) == code
     run, (out, err) = tmp_path / "runs" / "a", capfd.readouterr()
     skipped = 14 - first
     assert sum(event["skipped"] for event in events(run, "step")) == skipped
@@ -85,7 +85,7 @@ def test_skipped_steps_are_counted_and_a_run_of_mostly_skipped_steps_fails(
 def test_a_model_with_a_nan_loss_is_not_the_best(tmp_path: Path) -> None:
     """Its predictions still have an accuracy."""
     arguments = ("epochs=1", "batch_size=512", "loss.name=helpers.recorded:nan_in_evaluation")
-    assert here("train", "digits", "--name", "a", "--set", *arguments, cwd=tmp_path) == 0
+    assert here("train", "digits", "--name", "a", *arguments, cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     (evaluation,) = events(run, "evaluation")
     assert evaluation["accuracy"] >= 0
@@ -95,7 +95,7 @@ def test_a_model_with_a_nan_loss_is_not_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_or_resume_continues_the_run_of_the_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train = ("train", RECIPE, "--name", "a", "--or-resume", "--set")
+    train = ("train", RECIPE, "--name", "a", "--or-resume")
     assert here(*train, "epochs=1", cwd=tmp_path) == 0
     assert here(*train, "epochs=2", cwd=tmp_path) == 0
     assert [event["epoch"] for event in events(tmp_path / "runs" / "a", "evaluation")] == [1, 2]
@@ -131,7 +131,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.new("RGB", (16, 16), (number, 0, 0)).save(place / "pictures" / name / f"{number:03}.png")
     options = ("--workers", 0, "--checkpoint-every", 1, "--keep", 9)
     sizes = ("epochs=1", "batch_size=8", "microbatches=2")
-    assert here("train", "images", "--name", "a", *options, "--set", *IMAGES, *sizes, cwd=place) == 0
+    assert here("train", "images", "--name", "a", *options, *IMAGES, *sizes, cwd=place) == 0
     return place
 
 
@@ -167,7 +167,7 @@ def test_resume_with_changed_data_needs_acceptance(
     project: Path, capfd: pytest.CaptureFixture[str], change: Callable[[Path], None], step: str, text: str
 ) -> None:
     run = project / "runs" / "a"
-    resume = ("resume", run, "--checkpoint", step, "--workers", 0, "--set", "epochs=2")
+    resume = ("resume", run, "--checkpoint", step, "--workers", 0, "epochs=2")
     change(project / "pictures")
     before = tree(run / "checkpoints"), (run / "data.json").read_bytes()
     assert here(*resume, cwd=project) == 2
@@ -194,7 +194,7 @@ def test_accepted_data_are_saved_before_the_first_step(project: Path) -> None:
 def test_resume_keeps_as_many_checkpoints_as_the_last_start(project: Path) -> None:
     run = project / "runs" / "a"
     for epochs, option, steps in ((2, (), [1, 2, 3, 6]), (3, ("--keep", 2), [6, 9]), (4, (), [9, 12])):
-        assert here("resume", run, "--workers", 0, *option, "--set", f"epochs={epochs}", cwd=project) == 0
+        assert here("resume", run, "--workers", 0, *option, f"epochs={epochs}", cwd=project) == 0
         best = state_of(run, "best")["step"]
         assert steps_saved(run) == sorted({best, *steps})
 

@@ -100,5 +100,5 @@ def test_script_with_too_few_steps_is_an_error(folder: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("command", ["verify", "profile"])
 def test_invalid_scripts_and_options_are_errors(refused: Refused, folder: Path, command: str) -> None:
     assert "[E_FILE_MISSING]" in refused(command, "gone.py")
-    for arguments in ("train.py --set epochs=1", "train.py --strategy ddp", "digits -- --epochs 1"):
+    for arguments in ("train.py epochs=1", "train.py --strategy ddp", "digits -- --epochs 1"):
         assert "[E_OPTION_CONFLICT]" in refused(command, *arguments.split())

@@ -121,7 +121,7 @@ def test_examples_of_other_systems_train() -> None:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the SHA-256 of the weights of `samestep train` on one process."""
     folder = tmp_path_factory.mktemp("reference")
-    assert here("train", "digits", "--set", "epochs=2", "--name", "a", cwd=folder) == 0
+    assert here("train", "digits", "epochs=2", "--name", "a", cwd=folder) == 0
     return weights(folder / "runs/a")
 
 
@@ -146,7 +146,7 @@ def wait_for_slurm(folder: Path, cluster: Mapping[str, str]) -> str:
 def test_two_nodes_of_slurm_have_the_bits_of_one_process(
     tmp_path: Path, cluster: Mapping[str, str], reference: str
 ) -> None:
-    submit_to_slurm(tmp_path, cluster, "--set", "epochs=2")
+    submit_to_slurm(tmp_path, cluster, "epochs=2")
     output = wait_for_slurm(tmp_path, cluster)
     assert weights(tmp_path / "runs/a") == reference, output
 
@@ -154,7 +154,7 @@ def test_two_nodes_of_slurm_have_the_bits_of_one_process(
 @needs_slurm
 @pytest.mark.long
 def test_slurm_requeues_a_job_that_a_signal_stopped(tmp_path: Path, cluster: Mapping[str, str], reference: str) -> None:
-    submit_to_slurm(tmp_path, cluster, "--set", "epochs=2")
+    submit_to_slurm(tmp_path, cluster, "epochs=2")
     started = tmp_path / "runs/a/events.jsonl"
     wait_until(lambda: started.exists() and '"step": 3,' in started.read_text(), 90)
     slurm(cluster, "scancel", "--name=a", f"--signal={signal.SIGUSR1.name.removeprefix('SIG')}")
@@ -169,7 +169,7 @@ def test_slurm_requeues_a_job_that_a_signal_stopped(tmp_path: Path, cluster: Map
 
 @pytest.mark.long
 def test_torchrun_on_two_hosts_has_the_bits_of_one_process(tmp_path: Path, reference: str) -> None:
-    train = ("-m", "samestep", "train", "digits", "--set", "epochs=2", "--name", "a")
+    train = ("-m", "samestep", "train", "digits", "epochs=2", "--name", "a")
     with hosts(2) as machines, ExitStack() as stack:
         results = ended(by_torchrun(machines, stack, tmp_path, *train, ranks=2), 120)
     assert [result.code for result in results] == [0, 0], results

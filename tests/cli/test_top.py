@@ -130,7 +130,7 @@ def test_killed_run(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("top")
-    assert here("train", RECIPE, "--name", "a", "--processes", 4, "--set", "epochs=1", cwd=folder) == 0
+    assert here("train", RECIPE, "--name", "a", "--processes", 4, "epochs=1", cwd=folder) == 0
     return folder
 
 

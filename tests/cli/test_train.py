@@ -21,7 +21,7 @@ def test_run_is_that_of_the_command(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     summary = samestep.train("digits", OPTIONS, processes=2, name="function", runs=runs, exact=True)
     settings = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
-    assert here("train", "digits", "--name", "command", "--exact", "--set", *settings, cwd=tmp_path) == 0
+    assert here("train", "digits", "--name", "command", "--exact", *settings, cwd=tmp_path) == 0
     assert summary["run"] == str(runs / "function")
     assert summary["step"] == state_of(runs / "function")["step"] > 0
     assert not summary["stopped"]
@@ -52,7 +52,7 @@ def test_the_printed_command_shows_the_curves(tmp_path: Path, capfd: pytest.Capt
     """Also without the programs of the environment on PATH."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", os.defpath)
-        assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
+        assert here("train", RECIPE, "--name", "a", "epochs=1", cwd=tmp_path) == 0
     (command,) = re.findall(r"^curves +(.*)$", capfd.readouterr().out, re.MULTILINE)
     expected = [(event["step"], pytest.approx(event["loss"])) for event in events(tmp_path / "runs" / "a", "step")]
     log = tmp_path / "log"

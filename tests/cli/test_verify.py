@@ -50,7 +50,7 @@ def input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 INPUT_ERRORS = {
     "digits -- more": "E_OPTION_CONFLICT",
     "gone.py": "E_FILE_MISSING",
-    "idle.py --set a=1": "E_OPTION_CONFLICT",
+    "idle.py a=1": "E_OPTION_CONFLICT",
     "digits --processes 1,two": "E_VALUE",
     "digits --processes 0": "E_VALUE",
     "digits --processes 1,9": "E_TOO_MANY_RANKS",
@@ -61,7 +61,7 @@ INPUT_ERRORS = {
     "idle.py --processes 1,2": "E_NOTHING_OBSERVED",
     "other.py --processes 1,2": "E_NOTHING_OBSERVED",
     "by_hand.py --processes 2,1": "E_NOTHING_OBSERVED",
-    "images --set data.options.path=gone --processes 1,2": "E_FILE_MISSING",
+    "images data.options.path=gone --processes 1,2": "E_FILE_MISSING",
 }
 
 

@@ -56,7 +56,7 @@ def test_account_without_an_entry_and_a_home(tmp_path: Path, record_fault: Recor
         assert "HOME" in found[folder]
     assert all(path.startswith("/") for path in found["caches"])
     unset = in_shell("unset HOME XDG_STATE_HOME XDG_CACHE_HOME", unshare=UNKNOWN)
-    with Running("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path, command=unset) as running:
+    with Running("train", RECIPE, "--name", "a", "epochs=1", cwd=tmp_path, command=unset) as running:
         done_training = running.wait(200)
     assert done_training.code == 0, done_training.err
     assert not (tmp_path / "runs/a/signature").exists()
@@ -120,7 +120,7 @@ def test_names_are_shown_as_they_are(
     run = tmp_path / "runs" / NAMES[kind].replace("/", "_")
     assert here("report", run, cwd=tmp_path) == 2
     assert here("train", f"{NAMES[kind]}.yaml", cwd=tmp_path) == 2
-    assert here("train", "digits", "--set", f"model.options={json.dumps({NAMES[kind]: 1})}", cwd=tmp_path) == 2
+    assert here("train", "digits", f"model.options={json.dumps({NAMES[kind]: 1})}", cwd=tmp_path) == 2
     out, err = capfd.readouterr()
     require_bounded(err)
     assert not controls(out + err)

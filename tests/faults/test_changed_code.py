@@ -21,7 +21,7 @@ class Net(Base):
         return super().forward(images) * my_constant.FACTOR
 """
 CONSTANT, CHANGED = "FACTOR = 1.0\n", "FACTOR = 1.5\n"
-OWN_MODEL = ("--set", "model.name=my_model:Net")
+OWN_MODEL = ("model.name=my_model:Net",)
 SAVING = ("--checkpoint-every", 3)
 
 

@@ -224,7 +224,7 @@ def test_a_malformed_state_is_refused(checkpoint: Path, text: str) -> None:
 @pytest.mark.parametrize("name", [MODEL, STATE])
 def test_resume_refuses_malicious_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     run, marker = tmp_path / "runs" / "a", tmp_path / "it ran"
-    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "a", "epochs=1", cwd=tmp_path) == 0
     checkpoint = CheckpointFolder(run / "checkpoints").find("last")
     (checkpoint / name).write_bytes(pickled(marker))
     write_matching_manifest(checkpoint)

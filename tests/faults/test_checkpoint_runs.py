@@ -12,7 +12,7 @@ from helpers.system import Done, Running, events, here, last_saved, state_of, st
 from samestep.checkpoint.files import write_atomically
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
-BLOCKING = ("--set", "loss.name=helpers.recorded:blocking_in_evaluation")
+BLOCKING = ("loss.name=helpers.recorded:blocking_in_evaluation",)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_failed_background_save_ends_the_run_with_one_report(tmp_path: Path, und
 def test_data_error_is_reported_first_with_the_failed_save_as_a_note(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     release = hold(tmp_path, 1)
-    data = ("--set", "data.name=helpers.recorded:load_unreadable", "data.options={}")
+    data = ("data.name=helpers.recorded:load_unreadable", "data.options={}")
     with Running("train", RECIPE, "--name", "a", *data, cwd=tmp_path) as running:
         running.until(lambda: count_calls(tmp_path) == 1, "the first step")
         (run / "checkpoints").touch()

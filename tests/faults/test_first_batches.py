@@ -36,7 +36,7 @@ def refused(path: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str
         "loss.options={}",
         "optimizer.options={lr: 0.1}",
     )
-    arguments = ("train", "digits", "--name", "a", "--set", *plain, *options)
+    arguments = ("train", "digits", "--name", "a", *plain, *options)
     code = here(*arguments, cwd=path)
     _, report = capfd.readouterr()
     assert code == 2, report

@@ -137,7 +137,7 @@ def test_a_file_without_tensors_is_refused(files: Files, tmp_path: Path, name: s
 @pytest.mark.long
 def test_resume_of_forged_checkpoints_is_an_input_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "runs/a"
-    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "a", "epochs=1", cwd=tmp_path) == 0
     folder = CheckpointFolder(run / "checkpoints")
     path = folder.find("last")
     content = {name: (path / name).read_bytes() for name in (MODEL, OPTIMIZER, STATE)}
@@ -150,9 +150,9 @@ def test_resume_of_forged_checkpoints_is_an_input_error(tmp_path: Path, capsys: 
     for forgery in forgeries:
         folder.write(13, {**content, **forgery})
         capsys.readouterr()
-        assert here("resume", run, "--set", "epochs=2", cwd=tmp_path) == EXIT_INPUT
+        assert here("resume", run, "epochs=2", cwd=tmp_path) == EXIT_INPUT
         report = capsys.readouterr().err
         assert report.count("error: ") == 1
         require_bounded(report)
     folder.write(13, content)
-    assert here("resume", run, "--set", "epochs=2", cwd=tmp_path) == 0
+    assert here("resume", run, "epochs=2", cwd=tmp_path) == 0

@@ -22,7 +22,7 @@ from helpers.hosts import (
 from helpers.surroundings import RecordFault
 from helpers.system import SOURCES, TESTS, events, here, weights
 
-SMALL = ("--exact", "--set", "epochs=1", "--set", "model.options.width=8", "--set", "metrics=[]")
+SMALL = ("--exact", "epochs=1", "model.options.width=8", "metrics=[]")
 TRAIN_DIGITS = ("-m", "samestep", "train", "digits", *SMALL, "--name", "many")
 SCRIPT = """
 from datetime import timedelta

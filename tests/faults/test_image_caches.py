@@ -28,7 +28,7 @@ def undisturbed(photos: Path) -> tuple[str, str]:
 
 
 def settings(photos: Path, cache: str = "decoded") -> tuple[str, ...]:
-    return ("--set", *SMALL, f"data.options.path={photos}", f"data.cache={cache}")
+    return (*SMALL, f"data.options.path={photos}", f"data.cache={cache}")
 
 
 def train(folder: Path, photos: Path, cache: Path, name: str = "a", *options: object) -> Running:

@@ -174,10 +174,10 @@ RECIPES = {
     "a recipe of 2 MB": "# " + 2_000_000 * "x",
 }
 VALUES = {
-    "text in place of the learning rate": ("--set", "optimizer.options.lr=abc"),
-    "a batch size of 1e11": ("--set", "batch_size=100000000000"),
-    "1e12 epochs": ("--set", "epochs=1000000000000"),
-    "100,000 threads": ("--set", "step.threads=100000"),
+    "text in place of the learning rate": ("optimizer.options.lr=abc",),
+    "a batch size of 1e11": ("batch_size=100000000000",),
+    "1e12 epochs": ("epochs=1000000000000",),
+    "100,000 threads": ("step.threads=100000",),
     "100,000 loader workers": ("--workers", 100_000),
     "100,000 processes": ("--processes", 100_000),
 }

@@ -12,7 +12,7 @@ FAULT = ("loss.name=helpers.recorded:infinite_for_sample", "loss.options={sample
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_stop_reports_step_and_samples_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int) -> None:
-    assert here("train", RECIPE, "--name", "a", "--processes", processes, "--set", *FAULT, cwd=tmp_path) == 1
+    assert here("train", RECIPE, "--name", "a", "--processes", processes, *FAULT, cwd=tmp_path) == 1
     output = capsys.readouterr()
     assert output.out == ""
     title = output.err.splitlines()[0]
@@ -33,7 +33,7 @@ def test_stop_reports_step_and_samples_once(tmp_path: Path, capsys: pytest.Captu
 )
 def test_skip_gives_the_same_bits_on_any_number_of_processes(tmp_path: Path, options: tuple[str, ...]) -> None:
     for processes in (1, 3):
-        arguments = ("--name", processes, "--processes", processes, "--set", *FAULT, *options, "step.non_finite=skip")
+        arguments = ("--name", processes, "--processes", processes, *FAULT, *options, "step.non_finite=skip")
         assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     one, three = (tmp_path / "runs" / str(processes) for processes in (1, 3))
     assert weights(one) == weights(three)

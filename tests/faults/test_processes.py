@@ -43,7 +43,7 @@ def none_left(running: Running, timeout: float = 30) -> None:
 
 @pytest.mark.slow
 def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Path) -> None:
-    fault = ("--set", "loss.name=helpers.recorded:failing", "loss.options={rank: 1, call: 3}")
+    fault = ("loss.name=helpers.recorded:failing", "loss.options={rank: 1, call: 3}")
     with train(tmp_path, "--processes", 3, "--workers", 1, *fault) as running:
         running.until(lambda: count_calls(tmp_path, 1) == 3, "the call that fails")
         done = running.wait(60)
@@ -62,7 +62,7 @@ def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_exception_in_a_dataset_is_told_with_its_sample(tmp_path: Path, workers: int) -> None:
-    fault = ("--set", "data.name=helpers.recorded:load_broken", "data.options={}")
+    fault = ("data.name=helpers.recorded:load_broken", "data.options={}")
     with train(tmp_path, "--processes", 3, "--workers", workers, *fault) as running:
         done = running.wait(60)
         assert done.code == 1
@@ -191,7 +191,7 @@ def test_two_runs_at_once_keep_to_themselves(tmp_path: Path) -> None:
     for place in places:
         place.mkdir()
         files.append(hold(place, rank=0, call=3))
-    arguments = ("--processes", 3, "--workers", 1, "--set", "epochs=1")
+    arguments = ("--processes", 3, "--workers", 1, "epochs=1")
     with train(places[0], *arguments) as one, train(places[1], *arguments) as two:
         for place, running in zip(places, (one, two), strict=True):
             in_call(running, place, 3, ranks=3)

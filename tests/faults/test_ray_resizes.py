@@ -71,7 +71,7 @@ def documented_script(path: Path) -> str:
     name, text = "first.ray.py", job_examples()["first.ray.py"]
     subject = shlex.join(recipe(EPOCHS))
     for before, after in (
-        ("digits --set epochs=2 --name first", f"{subject} --name many"),
+        ("digits epochs=2 --name first", f"{subject} --name many"),
         ("--max-lost-work 5m", "--checkpoint-every 5"),  # Ray kills the workers when one joins
         ("/shared", str(path)),
         ("(2, 3)", f"(1, {MOST})"),

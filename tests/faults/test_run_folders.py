@@ -132,7 +132,7 @@ def test_damaged_side_files_are_rebuilt(
     assert not list(run.glob(".*.writing"))
     last = json.loads((run / "events.jsonl").read_bytes().splitlines()[-1])
     assert last["event"] == "end"
-    assert here("resume", run, "--set", "epochs=2", cwd=copy) == 0, "the rebuilt files are not complete"
+    assert here("resume", run, "epochs=2", cwd=copy) == 0, "the rebuilt files are not complete"
     record_fault(f"all side files of a run are damaged: {damage}", "exit code 0")
 
 

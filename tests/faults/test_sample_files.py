@@ -20,7 +20,7 @@ FILE = re.compile(r"\d\.parquet")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     path = tmp_path_factory.mktemp("undisturbed")
     sample_files.write_images(path)
-    assert here("train", "images", "--name", "a", "--set", *IMAGES, cwd=path) == 0
+    assert here("train", "images", "--name", "a", *IMAGES, cwd=path) == 0
     return weights(path / RUN)
 
 
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 def train(root: Path) -> Running:
     machine = ("--processes", 2, "--workers", 1, "--checkpoint-every", 3)
-    return Running("train", "images", "--name", "a", *machine, "--set", *IMAGES, cwd=root)
+    return Running("train", "images", "--name", "a", *machine, *IMAGES, cwd=root)
 
 
 def ended(root: Path, running: Running) -> Done:

@@ -11,7 +11,7 @@ from helpers.started import free_port, python, ranks
 from helpers.system import events, here, until, weights
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
-OPTIONS = ("--set", "epochs=1")
+OPTIONS = ("epochs=1",)
 
 
 def process_of_rank(rank: int, run: Path) -> int:

@@ -29,7 +29,7 @@ def marker(tmp_path: Path) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run of this account with its own components."""
     path = tmp_path_factory.mktemp("trained")
-    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=path) == 0
+    assert here("train", RECIPE, "--name", "a", "epochs=1", cwd=path) == 0
     return path / "runs/a"
 
 

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARED = {"SAMESTEP_SHARE_GPU": "1"}
-SMALL = ("--exact", "--set", "epochs=2")
+SMALL = ("--exact", "epochs=2")
 
 
 def result(done: Done) -> dict[str, Any]:
@@ -41,20 +41,20 @@ def test_ranks_that_share_the_gpu_train_the_weights_of_one(run: Path, processes:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_train_with_mixed_precision(precision: str, tmp_path: Path) -> None:
-    options = ("--set", "epochs=2", f"step.precision={precision}", "--device", "cuda", "--processes", "1", "--json")
+    options = ("epochs=2", f"step.precision={precision}", "--device", "cuda", "--processes", "1", "--json")
     assert result(samestep("train", "digits", *options, cwd=tmp_path))["evaluation"]["accuracy"] > 0.5
 
 
 def test_train_with_compilation_and_channels_last(tmp_path: Path) -> None:
     for setting in ("step.compile=true", "step.channels_last=true"):
-        options = ("--set", "epochs=1", setting, "--device", "cuda", "--processes", "1", "--json")
+        options = ("epochs=1", setting, "--device", "cuda", "--processes", "1", "--json")
         assert result(samestep("train", "digits", *options, cwd=tmp_path))["step"] == 23
 
 
 def test_resume_on_two_ranks_has_the_weights_of_one(tmp_path: Path) -> None:
-    first = ("train", "digits", "--exact", "--set", "epochs=1", "--device", "cuda", "--processes", "1", "--json")
+    first = ("train", "digits", "--exact", "epochs=1", "--device", "cuda", "--processes", "1", "--json")
     run = tmp_path / result(samestep(*first, cwd=tmp_path))["run"]
-    second = ("--set", "epochs=2", "--device", "cuda", "--json")
+    second = ("epochs=2", "--device", "cuda", "--json")
     resumed = samestep("resume", run, *second, "--share-gpu", "--processes", "2", cwd=tmp_path)
     assert resumed.code == 0, resumed.err
     whole = tmp_path / "whole"
@@ -72,7 +72,7 @@ def test_resume_on_two_ranks_has_the_weights_of_one(tmp_path: Path) -> None:
         ("verify", "digits", "--device", "cuda", "--processes", "1,2"),
         ("bench", "digits", "--device", "cuda", "--devices", "1", "--rounds", "2", "--steps", "5"),
         ("profile", "digits", "--device", "cuda", "--processes", "1"),
-        ("train", "tokens", "--device", "cuda", "--set", "epochs=1"),
+        ("train", "tokens", "--device", "cuda", "epochs=1"),
     ],
     ids=lambda command: " ".join(command[:2]),
 )

@@ -77,7 +77,7 @@ def test_losses_are_those_of_one_process(compiled: str, tmp_path: Path) -> None:
 
 def test_ranks_that_compute_the_same_by_themselves_stay_equal(tmp_path: Path) -> None:
     # So small that its calls are whole; without deterministic kernels the gradients of convolutions differ in bits.
-    options = ("--device", "cuda", "--processes", 2, "--set", "epochs=2", "--json")
+    options = ("--device", "cuda", "--processes", 2, "epochs=2", "--json")
     done = samestep("train", "digits", *options, cwd=tmp_path)
     assert done.code == 0, done.err
 

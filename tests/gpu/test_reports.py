@@ -71,7 +71,7 @@ def test_label_out_of_range_is_reported_by_its_rank(
 
 def test_recipe_logs_memory_of_each_epoch_and_hints_once(tmp_path: Path) -> None:
     run = tmp_path / "runs/first"
-    commands = (("train", "digits", "--name", "first", "--set", "epochs=1"), ("resume", run, "--set", "epochs=2"))
+    commands = (("train", "digits", "--name", "first", "epochs=1"), ("resume", run, "epochs=2"))
     for command in commands:
         done = samestep(*command, "--processes", 1, cwd=tmp_path)
         assert done.code == 0, done.err

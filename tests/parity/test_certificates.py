@@ -33,12 +33,12 @@ def recipe_of(name: str, image_folder: Path) -> tuple[str, ...]:
     if name.startswith("vit"):
         model = [f"model.options.{option}" for option in ("img_size=32", "patch_size=8", "depth=2")]
         settings = (f"data.options.path={image_folder}", "data.options.image_size=32", "batch_size=22", "metrics=[]")
-        return (name, *(f"--set={setting}" for setting in (*settings, *model)))
+        return (name, *settings, *model)
     if name != "images":
         return (name,)
     folder = f"data.options.path={image_folder}"
     settings = (folder, "data.options.image_size=64", "batch_size=24", "microbatches=8", "metrics=[]")
-    return (name, *(f"--set={setting}" for setting in (*settings, "model.name=torchvision:resnet18")))
+    return (name, *settings, "model.name=torchvision:resnet18")
 
 
 def certificate(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ SMALL = ("epochs=2", "model.options.width=8", "batch_size=128", "metrics=[]")
 def train(root: Path, processes: int, *overrides: str, name: str | None = None) -> dict[str, Any]:
     """Train on `processes` processes and return the outcome."""
     run_name = name or f"on-{processes}"
-    settings = [f"--set={override}" for override in overrides]
+    settings = list(overrides)
     assert here("train", "digits", "--exact", "--processes", processes, "--name", run_name, *settings, cwd=root) == 0
     return outcome(root / "runs" / run_name)
 
@@ -48,7 +48,7 @@ def test_keyed_order_gives_the_same_bits_after_a_resumption_on_other_processes(t
     one, *others = (train(tmp_path, processes, *keyed) for processes in (1, 2, 3, 4))
     assert others == [one] * 3
     assert one["weights"] != train(tmp_path, 1, *SMALL, name="shuffled")["weights"]
-    stopped = ["--set=data.order=keyed", *(f"--set={key}" for key in SMALL), "--checkpoint-every=5"]
+    stopped = ["data.order=keyed", *SMALL, "--checkpoint-every=5"]
     assert here("train", "digits", "--exact", "--processes", 3, "--name", "resumed", *stopped, cwd=tmp_path) == 0
     folder = tmp_path / "runs" / "resumed"
     assert weights(folder) == one["weights"]

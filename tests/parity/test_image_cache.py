@@ -16,7 +16,7 @@ def outcome(root: Path, name: str, cache: str, processes: int, workers: int, *op
     """Train, and return the results that must not depend on the cache."""
     settings = (*SMALL, "data.options.path=photos", f"data.cache={cache}", *options)
     machine = ("--processes", processes, "--workers", workers)
-    assert here("train", "images", "--exact", "--name", name, *machine, "--set", *settings, cwd=root) == 0
+    assert here("train", "images", "--exact", "--name", name, *machine, *settings, cwd=root) == 0
     run = root / "runs" / name
     losses = [(event["loss"], event["grad_norm"]) for event in events(run, "step")]
     assert len(losses) == 8
@@ -68,10 +68,7 @@ def test_segmentation(root: Path) -> None:
         settings = ("data.options.path=pairs", f"data.cache={cache}", "data.options.image_size=32", "epochs=1")
         small = ("model.name=unet_small", "batch_size=4", "microbatches=2")
         machine = ("--processes", processes, "--workers", 1)
-        assert (
-            here("train", "segmentation", "--exact", "--name", name, *machine, "--set", *settings, *small, cwd=root)
-            == 0
-        )
+        assert here("train", "segmentation", "--exact", "--name", name, *machine, *settings, *small, cwd=root) == 0
         return weights(root / "runs" / name)
 
     plain = train("plain", "none", 1)

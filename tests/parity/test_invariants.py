@@ -81,7 +81,7 @@ def expect(request: pytest.FixtureRequest, key: str, value: Any) -> None:
 def overrides(name: str, settings: tuple[str, ...], pictures: Path) -> list[str]:
     if name in ("images", "vit_tiny_patch16_224"):  # the pixels of Pillow; other decoders came later
         settings = (*settings, f"data.options.path={pictures}", "data.options.decoder=pillow")
-    return [f"--set={each}" for each in settings]
+    return list(settings)
 
 
 @pytest.mark.slow

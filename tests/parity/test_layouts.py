@@ -100,7 +100,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(root: Path, recipe: str, precision: str, *, is_sliced: bool) -> list[str]:
     sliced = (*SLICES, *PLANS.get(recipe, ())) if is_sliced else ()
     path = (f"data.options.path={root / 'pictures'}",) if recipe == "images" else ()
-    return [f"--set={value}" for value in (*RECIPES[recipe], *sliced, *path, f"step.precision={precision}")]
+    return [*RECIPES[recipe], *sliced, *path, f"step.precision={precision}"]
 
 
 def has_slices(layout: str) -> bool:
@@ -136,7 +136,7 @@ def test_layout_has_the_bits_of_one_process(root: Path, recipe: str, precision: 
 @pytest.mark.parametrize("recipe", ["digits", "tokens", "language"])
 def test_run_killed_in_two_layouts_ends_with_the_same_bits(root: Path, recipe: str) -> None:
     """Killed under tp on 2, resumed and killed under ddp x tp on 4, ended under ddp on 1."""
-    arguments = [*settings(root, recipe, "fp32", is_sliced=True), "--set=epochs=3", "--checkpoint-every", 2]
+    arguments = [*settings(root, recipe, "fp32", is_sliced=True), "epochs=3", "--checkpoint-every", 2]
     name = f"{recipe}-killed"
     assert here("train", recipe, "--exact", "--name", f"{name}-not", *arguments, cwd=root) == EXIT_DONE
     run = root / "runs" / name

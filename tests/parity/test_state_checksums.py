@@ -10,7 +10,7 @@ from helpers.system import Running, events, here, last_saved
 pytestmark = pytest.mark.slow
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 STEPS = 26  # in two epochs
-SET = ("--set", "epochs=2", "ema.decay=0.9", "schedule.name=cosine", "step.clip_norm=1.0")
+SET = ("epochs=2", "ema.decay=0.9", "schedule.name=cosine", "step.clip_norm=1.0")
 
 
 def train(folder: Path, name: str, *options: object) -> dict[int, str]:

@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(data: Path) -> dict[str, tuple[str, str]]:
     """Weights of one process without workers, by recipe."""
     for recipe, settings in SETTINGS.items():
-        assert here("train", recipe, "--exact", "--name", f"{recipe}-alone", "--set", *settings, cwd=data) == 0
+        assert here("train", recipe, "--exact", "--name", f"{recipe}-alone", *settings, cwd=data) == 0
         assert len(events(data / f"runs/{recipe}-alone", "step")) == 2 * STEPS[recipe]
     return {recipe: weights(data / f"runs/{recipe}-alone") for recipe in SETTINGS}
 
@@ -51,7 +51,7 @@ def test_processes_and_workers_change_no_bit(
     recipe: str, processes: int, workers: int, data: Path, alone: dict[str, tuple[str, str]]
 ) -> None:
     name, machine = f"{recipe}-{processes}-{workers}", ("--processes", processes, "--workers", workers)
-    assert here("train", recipe, "--exact", "--name", name, *machine, "--set", *SETTINGS[recipe], cwd=data) == 0
+    assert here("train", recipe, "--exact", "--name", name, *machine, *SETTINGS[recipe], cwd=data) == 0
     assert weights(data / "runs" / name) == alone[recipe]
 
 
@@ -78,7 +78,7 @@ def test_killed_run_resumes_on_another_number_with_the_same_bits(
 def kill(root: Path, recipe: str, name: str, processes: int, workers: int, settings: Sequence[str]) -> None:
     """Train, and kill all processes after a checkpoint within the first epoch."""
     run, machine = root / "runs" / name, ("--processes", processes, "--workers", workers, "--checkpoint-every", 3)
-    with Running("train", recipe, "--exact", "--name", name, *machine, "--set", *settings, cwd=root) as running:
+    with Running("train", recipe, "--exact", "--name", name, *machine, *settings, cwd=root) as running:
         running.until(lambda: last_saved(run), "a checkpoint", 90)
         running.kill_group(signal.SIGKILL)
         running.wait(30)

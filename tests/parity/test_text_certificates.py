@@ -9,7 +9,7 @@ import pytest
 from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
 
-GPT = ("--set=model.options.n_embd=16", "--set=model.options.n_head=2", "--set=model.options.n_layer=1")
+GPT = ("model.options.n_embd=16", "model.options.n_head=2", "model.options.n_layer=1")
 SIZES = "{hidden_size: 16, intermediate_size: 64, num_attention_heads: 2, num_hidden_layers: 1}"
 GPT2, BERT, ROBERTA = (
     f"transformers:{name}"
@@ -17,9 +17,9 @@ GPT2, BERT, ROBERTA = (
 )
 LANGUAGE = (
     "language",
-    "--set=data.options.train_tokens=2000",
-    "--set=data.options.evaluation_tokens=300",
-    "--set=model.options.dropout=0.1",
+    "data.options.train_tokens=2000",
+    "data.options.evaluation_tokens=300",
+    "model.options.dropout=0.1",
 )
 
 
@@ -37,7 +37,7 @@ def text_recipe(root: Path, model: str) -> tuple[str, ...]:
         f"model={{name: '{model}', options: {SIZES}}}",
         "metrics=[]",
     )
-    return ("texts", *(f"--set={option}" for option in (*options, "data.bad_samples=skip")))
+    return ("texts", *options, "data.bad_samples=skip")
 
 
 def certificate(capsys: pytest.CaptureFixture[str], root: Path, *arguments: object) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def recipe(name: str, root: Path) -> tuple[str, ...]:
     if name == "language":
         return (*LANGUAGE, *GPT)
     if name == GPT2:
-        return (*LANGUAGE[:-1], *GPT, f"--set=model.name={GPT2}")
+        return (*LANGUAGE[:-1], *GPT, f"model.name={GPT2}")
     return text_recipe(root, name)
 
 

@@ -57,7 +57,7 @@ def test_weights_are_taken_where_name_and_shape_match(tmp_path: Path, name: str)
 def test_names_in_the_file_are_those_of_a_part_of_the_model(tmp_path: Path) -> None:
     encoder, model = net(3), torch.nn.ModuleDict({"encoder": net(3), "decoder": torch.nn.Linear(3, 2)})
     file = saved(tmp_path / "a.pth", {f"module.{name}": tensor for name, tensor in encoder.state_dict().items()})
-    with pytest.raises(DataError, match=r"--set model\.pretrained_prefix=PREFIX"):
+    with pytest.raises(DataError, match=r"model\.pretrained_prefix=PREFIX"):
         load_matching(model, file)
     assert load_matching(model, file, "encoder.")[-2:] == [
         "  left out decoder.weight: (2, 3) here, not in the file",
@@ -177,7 +177,7 @@ def plain(first: int, *, second: int, third: int = 3) -> tuple[int, int, int]:
     [
         ({"secnd": 2}, "x.options.secnd is not an option", "did you mean x.options.second?"),
         ({"second": 2, "zzz": 2}, "x.options.zzz is not an option", "remove x.options.zzz"),
-        ({}, "x.options.second is missing", "--set x.options.second=VALUE"),
+        ({}, "x.options.second is missing", "x.options.second=VALUE"),
         ({"second": 2, "first": 5}, "x.options.first", None),
     ],
 )

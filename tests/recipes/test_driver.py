@@ -219,7 +219,7 @@ AUTO = ("microbatches=auto", "batch_size=16", "epochs=1")
 
 
 def train(folder: Path, name: str, *settings: str, processes: object = 1) -> tuple[int, Path]:
-    code = here("train", RECIPE, "--name", name, "--processes", processes, "--set", *AUTO, *settings, cwd=folder)
+    code = here("train", RECIPE, "--name", name, "--processes", processes, *AUTO, *settings, cwd=folder)
     return code, folder / "runs" / name
 
 

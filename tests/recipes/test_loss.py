@@ -84,7 +84,7 @@ def test_options_go_to_a_class_of_losses_and_nowhere_else(place: Path, alone: Wo
 def test_a_recipe_with_parts_gives_the_same_bits_and_shows_losses_as_losses(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ("--set", "loss.name=parts_beside:parts", "step.reduction=exact", *SMALL)
+    settings = ("loss.name=parts_beside:parts", "step.reduction=exact", *SMALL)
     runs = []
     for processes in (1, 3):
         arguments = ("tokens", "--processes", processes, "--name", f"on-{processes}")

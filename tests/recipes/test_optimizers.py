@@ -159,12 +159,10 @@ def test_layer_decay_gives_equal_weights_on_one_and_three_processes(tmp_path: Pa
         "schedule={name: step, step_epochs: 1, gamma: 0.5}",
     )
     for count in (1, 3):
-        code = here("train", "tokens", "--processes", count, "--name", count, "--set", *overrides, cwd=tmp_path)
+        code = here("train", "tokens", "--processes", count, "--name", count, *overrides, cwd=tmp_path)
         assert code == 0
     assert weights(tmp_path / "runs" / "1") == weights(tmp_path / "runs" / "3")
-    assert (
-        here("train", "tokens", "--name", "plain", "--set", *overrides, "optimizer.layer_decay=null", cwd=tmp_path) == 0
-    )
+    assert here("train", "tokens", "--name", "plain", *overrides, "optimizer.layer_decay=null", cwd=tmp_path) == 0
     assert weights(tmp_path / "runs" / "plain") != weights(tmp_path / "runs" / "1")
 
 

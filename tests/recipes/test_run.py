@@ -28,7 +28,7 @@ def test_options_that_a_model_refuses_leave_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], microbatches: object
 ) -> None:
     settings = ("model.options.width=-3", f"microbatches={microbatches}")
-    assert here("train", "digits", "--name", "a", "--processes", 2, "--set", *settings, cwd=tmp_path) == EXIT_INPUT
+    assert here("train", "digits", "--name", "a", "--processes", 2, *settings, cwd=tmp_path) == EXIT_INPUT
     err = capsys.readouterr().err
     assert "model.options.width is -3" in err
     assert "[E_VALUE]" in err
@@ -42,7 +42,7 @@ def test_failure_of_user_code_in_the_build_is_logged(
     (tmp_path / "broken_net.py").write_text("def net():\n    raise RuntimeError('not yet')\n", encoding="utf-8")
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     name = "model.name=broken_net:net"
-    assert here("train", RECIPE, "--name", "a", "--set", name, cwd=tmp_path) == EXIT_FAILED
+    assert here("train", RECIPE, "--name", "a", name, cwd=tmp_path) == EXIT_FAILED
     assert "broken_net.py" in capsys.readouterr().err
     (failure,) = events(tmp_path / "runs" / "a", "failure")
     assert (failure["code"], failure["text"]) == ("E_RANK_FAILED", "RuntimeError: not yet")
@@ -71,13 +71,13 @@ def test_defaults(by: str | None, mode: str | None, metrics: tuple[str, ...], ru
 @pytest.mark.slow
 def test_recipe_selects_the_best_checkpoint_by_its_rule(tmp_path: Path) -> None:
     small = ("epochs=2", "batch_size=256", "model.options.width=4")
-    assert here("train", "digits", "--name", "a", "--set", *small, "best_by=loss", "best_mode=max", cwd=tmp_path) == 0
+    assert here("train", "digits", "--name", "a", *small, "best_by=loss", "best_mode=max", cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     first, second = events(run, "evaluation")
     assert first["loss"] > second["loss"]
     assert (first["is_best"], second["is_best"]) == (True, False)
     assert (run / "checkpoints" / "best").resolve() != (run / "checkpoints" / "last").resolve()
-    assert here("train", "digits", "--name", "b", "--set", *small, "best_by=f1", cwd=tmp_path) == EXIT_INPUT
+    assert here("train", "digits", "--name", "b", *small, "best_by=f1", cwd=tmp_path) == EXIT_INPUT
     assert not (tmp_path / "runs" / "b").exists()
     assert here("eval", run, "--checkpoint", "best", cwd=tmp_path) == EXIT_DONE
 
@@ -92,7 +92,7 @@ SMALL = ("epochs=2", "model.options.width=8", "batch_size=256")
 def test_pretrained_file_is_not_needed_after_a_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "initial.safetensors"
     save_file(DigitsNet(width=8).state_dict(), file)
-    overrides = ("--set", *SMALL, f"model.pretrained={file}")
+    overrides = (*SMALL, f"model.pretrained={file}")
     assert here("train", "digits", "--name", "a", *overrides, cwd=tmp_path) == 0
     file.unlink()
     run = tmp_path / "runs/a"

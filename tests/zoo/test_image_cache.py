@@ -210,8 +210,8 @@ def test_invalid_options(options: dict[str, object], text: str, photos: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("digits", "--set", "data.cache=decoded"), "data 'digits' has no cache"),
-        (("images", "--set", "data.cache_gb=0", "data.options.path=a"), "data.cache_gb"),
+        (("digits", "data.cache=decoded"), "data 'digits' has no cache"),
+        (("images", "data.cache_gb=0", "data.options.path=a"), "data.cache_gb"),
     ],
 )
 def test_invalid_caches_of_recipes(

@@ -128,7 +128,7 @@ def test_all_augmentations_give_equal_weights_on_one_and_three_processes(picture
     runs = []
     for processes, workers in ((1, 0), (3, 1)):
         name = f"on-{processes}"
-        arguments = ("--name", name, "--processes", processes, "--workers", workers, "--set", *overrides)
+        arguments = ("--name", name, "--processes", processes, "--workers", workers, *overrides)
         assert here("train", "images", *arguments, cwd=tmp_path) == 0
         runs.append(tmp_path / "runs" / name)
     assert weights(runs[0]) == weights(runs[1])

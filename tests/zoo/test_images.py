@@ -62,7 +62,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(pictures: Path, place: Path, name: str, *arguments: object, overrides: tuple[str, ...] = ()) -> Path:
     """Train, and return the run directory."""
-    chosen = ("--set", f"data.options.path={pictures}", *SMALL, *overrides)
+    chosen = (f"data.options.path={pictures}", *SMALL, *overrides)
     assert here("train", "images", "--name", name, *arguments, *chosen, cwd=place) == 0
     return place / "runs" / name
 
@@ -89,10 +89,9 @@ def test_a_run_is_evaluated_on_another_dataset(one: Path, tmp_path: Path, capfd:
                 drawn(shape, number).save(tmp_path / folder / name / f"{number}.png")
     more, other = tmp_path / "more", tmp_path / "other"
     capfd.readouterr()
-    assert here("eval", one, "--json", "--set", f"data.options.evaluation_path={more}", cwd=tmp_path) == 0
+    assert here("eval", one, "--json", more, cwd=tmp_path) == 0
     assert json.loads(capfd.readouterr().out)["samples"] == 9
-    both = (f"data.options.path={other}", f"data.options.evaluation_path={other}")
-    assert here("eval", one, "--set", *both, cwd=tmp_path) == 2
+    assert here("eval", one, other, cwd=tmp_path) == 2
     assert "[E_CLASSES]" in capfd.readouterr().err
 
 
@@ -117,7 +116,7 @@ def test_pretrained_weights_and_frozen_layers(pictures: Path, tmp_path: Path, en
         f"model.pretrained={file}",
         "model.freeze=[conv1.*, bn1.*, layer1.*]",
     )
-    done = samestep("train", "images", "--name", "a", "--processes", 2, "--set", *overrides, cwd=tmp_path)
+    done = samestep("train", "images", "--name", "a", "--processes", 2, *overrides, cwd=tmp_path)
     assert done.code == 0, done.err
     notes = [line for line in without_warnings(done.err) if not line.startswith("epoch")]
     assert notes == [

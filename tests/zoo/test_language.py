@@ -322,7 +322,7 @@ TINY = (
 
 
 def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, Any]:
-    sets = [f"--set={override}" for override in (*TINY, *overrides)]
+    sets = [*TINY, *overrides]
     assert here("train", "language", "--processes", processes, "--name", name, *sets, cwd=place) == EXIT_DONE
     [event] = events(place / "runs" / name, "evaluation")
     return {"weights": weights(place / "runs" / name), "loss": event["loss"], "perplexity": event["perplexity"]}

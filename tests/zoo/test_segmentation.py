@@ -40,7 +40,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(data: Path, *overrides: str) -> tuple[str, ...]:
-    return ("segmentation", "--set", f"data.options.path={data}", *SMALL, *overrides)
+    return ("segmentation", f"data.options.path={data}", *SMALL, *overrides)
 
 
 def train(data: Path, place: Path, name: str, processes: int, *overrides: str) -> Path:
@@ -175,7 +175,7 @@ def test_later_starts_and_evaluations_use_the_weight_of_the_first_start(
         evaluations.append(answer(capsys)["loss"])
     assert evaluations[0] == evaluations[1]
     assert here(*command, "--or-resume", cwd=tmp_path) == EXIT_DONE
-    assert here("resume", run, "--set", "epochs=2", "--workers", 0, cwd=tmp_path) == EXIT_DONE
+    assert here("resume", run, "epochs=2", "--workers", 0, cwd=tmp_path) == EXIT_DONE
     assert state_of(run)["recipe"]["loss"]["options"]["foreground_weight"] == weight
 
 

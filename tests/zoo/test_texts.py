@@ -162,7 +162,7 @@ BAG = ("model.name=helpers.bag_of_tokens:Bag",)
 
 
 def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, Any]:
-    sets = [f"--set={override}" for override in (*TINY, *overrides)]
+    sets = [*TINY, *overrides]
     assert here("train", "texts", "--processes", processes, "--name", name, *sets, cwd=place) == EXIT_DONE
     run = place / "runs" / name
     slow = ("time", "samples_per_second", "data_seconds", "tokens_per_second")
@@ -199,7 +199,7 @@ def test_unusable_rows_stop_the_run_or_are_skipped(tmp_path: Path, capsys: pytes
     path = write(tmp_path / "a.csv", rows)
     options = (f"data.options.path={path}", "data.options.classes=['no', 'yes']", *BAG)
     for processes in (1, 4):
-        sets = [f"--set={override}" for override in (*TINY, *options)]
+        sets = [*TINY, *options]
         code = here("train", "texts", "--processes", processes, "--name", f"stop-{processes}", *sets, cwd=tmp_path)
         assert code == EXIT_INPUT
         assert f"{path}, line " in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_weights_are_equal_on_one_and_three_processes(tmp_path: Path, folder: Pa
     settings = ("data.options.path=a.csv", "data.options.longest=30", "batch_size=16", "microbatches=4", "epochs=1")
     results = []
     for count in (1, 3):
-        arguments = ("--processes", count, "--name", count, "--set", *settings, *more, f"model={model}")
+        arguments = ("--processes", count, "--name", count, *settings, *more, f"model={model}")
         assert here("train", "texts", *arguments, cwd=tmp_path) == EXIT_DONE
         results.append(weights(tmp_path / "runs" / str(count)))
     assert results[0] == results[1]

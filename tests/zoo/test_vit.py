@@ -71,7 +71,7 @@ def test_one_and_three_processes_train_equal_weights_and_runs_resume(
 ) -> None:
     more = ("model.options.drop_path_rate=0.2", "model.options.proj_drop_rate=0.1", "schedule.warmup_epochs=0.5")
     for count in (1, 3):
-        arguments = ("vit_base_patch16_224", "--processes", count, "--name", f"ranks{count}", "--set", *TINY, *more)
+        arguments = ("vit_base_patch16_224", "--processes", count, "--name", f"ranks{count}", *TINY, *more)
         assert here("train", *arguments, cwd=place) == 0
     assert "Warning" not in capfd.readouterr().err
     runs = place / "runs"
@@ -90,12 +90,12 @@ def test_one_and_three_processes_train_equal_weights_and_runs_resume(
 @pytest.mark.slow
 def test_file_of_weights_is_evaluated_like_a_checkpoint(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = (*TINY, "ema=null", "epochs=1")
-    assert here("train", "vit_tiny_patch16_224", "--name", "plain", "--set", *overrides, cwd=place) == 0
+    assert here("train", "vit_tiny_patch16_224", "--name", "plain", *overrides, cwd=place) == 0
     of_run = evaluated(place, capsys, "runs/plain", "--checkpoint", "last")
     file = place / "runs" / "plain" / "checkpoints" / "last" / "model.safetensors"
     torch.save(load_file(file), place / "plain.pth")
     for weights_file, count in ((file, 3), ("plain.pth", 1)):
-        arguments = ("vit_tiny_patch16_224", "--pretrained", weights_file, "--processes", count, "--set", *overrides)
+        arguments = ("vit_tiny_patch16_224", "--pretrained", weights_file, "--processes", count, *overrides)
         of_file = evaluated(place, capsys, *arguments)
         assert {name: of_file[name] for name in ("loss", "accuracy", "samples")} == {
             name: of_run[name] for name in ("loss", "accuracy", "samples")
@@ -116,7 +116,7 @@ def test_loss_of_paddle_weights_equals_the_reference(place: Path, capsys: pytest
     logits = torch.from_numpy(vit_forward(state, images))
     targets = torch.tensor([target for _, target in pairs])
     expected = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
-    values = evaluated(place, capsys, "vit_tiny_patch16_224", "--pretrained", "vit.pdparams", "--set", *TINY)
+    values = evaluated(place, capsys, "vit_tiny_patch16_224", "--pretrained", "vit.pdparams", *TINY)
     assert values["samples"] == len(pairs)
     assert values["loss"] == pytest.approx(float(expected), rel=1e-4)
     assert values["accuracy"] == pytest.approx(float((logits.argmax(dim=1) == targets).double().mean()))
@@ -129,7 +129,7 @@ def test_converted_recipe_and_weights_are_trained(place: Path, capsys: pytest.Ca
     text = f"DATA: {{IMAGE_SIZE: {SIZE}, BATCH_SIZE: 2}}\nMODEL: {{TRANS: {sizes}, PRETRAINED: ./start}}\n"
     (place / "paddle.yaml").write_text(f"{text}TRAIN: {{NUM_EPOCHS: 1, ACCUM_ITER: 1}}\n", encoding="utf-8")
     assert here("convert", "paddle.yaml", "--devices-meant", 4, "--out", "converted.yaml", cwd=place) == 0
-    assert here("train", "converted.yaml", "--name", "conv", "--set", "data.options.path=pictures", cwd=place) == 0
+    assert here("train", "converted.yaml", "--name", "conv", "data.options.path=pictures", cwd=place) == 0
     notes = [event["text"] for event in events(place / "runs" / "conv", "note")]
     assert f"pretrained: {len(vit_state())} tensors taken, 0 left out" in notes
 
@@ -142,7 +142,7 @@ def test_invalid_weights_are_refused(place: Path, capsys: pytest.CaptureFixture[
     save_file(model.state_dict(), place / "whole.safetensors")
     arguments, message = {
         "missing": (
-            ("vit_tiny_patch16_224", "--pretrained", "half.safetensors", "--set", *TINY),
+            ("vit_tiny_patch16_224", "--pretrained", "half.safetensors", *TINY),
             "12 missing (blocks.1",
         ),
         "shape": (
@@ -150,13 +150,12 @@ def test_invalid_weights_are_refused(place: Path, capsys: pytest.CaptureFixture[
                 "vit_tiny_patch16_224",
                 "--pretrained",
                 "whole.safetensors",
-                "--set",
                 *TINY,
                 "model.options.num_classes=7",
             ),
             "2 of another shape (head.weight: (7, 12) here, (5, 12) in the file",
         ),
-        "set without a file": (("runs/plain", "--set", "batch_size=5"), "--set batch_size=5 with a run"),
+        "set without a file": (("runs/plain", "batch_size=5"), "batch_size=5 with a run"),
         "checkpoint and file": (
             ("vit_tiny_patch16_224", "--pretrained", "a.pth", "--checkpoint", "last"),
             "--checkpoint with --pretrained",

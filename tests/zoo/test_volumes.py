@@ -48,7 +48,7 @@ def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(data: Path, place: Path, name: str, processes: int, *overrides: str) -> Path:
     chosen = ("--name", name, "--processes", processes, "--workers", 0)
-    options = ("volumes", "--set", f"data.options.path={data}", *SMALL, *overrides)
+    options = ("volumes", f"data.options.path={data}", *SMALL, *overrides)
     assert here("train", *chosen, *options, cwd=place) == EXIT_DONE
     return place / "runs" / name
 

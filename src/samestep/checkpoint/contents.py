@@ -48,6 +48,7 @@ class Progress(Strict):
     step: Count  # completed optimizer steps
     cursor: Cursor = field(default_factory=Cursor)  # position in the data
     best: float | None = None  # best value of the monitored metric so far, or None
+    best_epoch: Count = 0  # epochs before the evaluation with the best value
     loss_sum: _Finite = 0.0  # sum of the losses of the current epoch so far
     loss_count: Annotated[float, Ge(0), Lt(math.inf)] = 0.0  # divisor for the mean of the epoch
     skipped_steps: Count = 0  # steps without an update, because loss or gradient was not finite

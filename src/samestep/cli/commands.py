@@ -1,14 +1,15 @@
-"""Names of the commands, and the text of `samestep --help`, without the imports of any command."""
+"""Names of commands and recipes, and the text of `samestep --help`, without further imports."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 # Modules that the fork server imports once for all ranks, in addition to the launcher's own list.
 PRELOAD = ("samestep.recipes.run", "samestep.zoo.digits")
 
 _HELP = """\
-usage: samestep [-h] [--version] COMMAND ...
+usage: samestep [-h] [--version] [--print-completion {bash,zsh,tcsh}] COMMAND ...
 
 Train PyTorch models on one or many devices with the same result.
 
@@ -16,7 +17,12 @@ example: samestep train digits --processes auto
 
 options:
   -h, --help  print this text, or after COMMAND the options of the command
-  --version   print the version"""
+  --version   print the version
+  --print-completion {bash,zsh,tcsh}
+              print the completion of a shell"""
+
+SHELLS = ("bash", "zsh", "tcsh")
+_SHIPPED = Path(__file__).parents[1] / "recipes" / "shipped"
 
 
 class Command(NamedTuple):
@@ -71,4 +77,16 @@ def help_text() -> str:
             group = command.group
             lines += ["", f"{group}:"]
         lines.append(f"  {name:<8}  {command.summary}")
+    lines += ["", "recipes:"]
+    lines += [f"  {name:<20}  {text}" for name, text in recipe_summaries().items()]
     return "\n".join(lines)
+
+
+def recipe_summaries() -> dict[str, str]:
+    """Return the shipped recipes and their first lines of text, without a command."""
+    summaries = {}
+    for path in sorted(_SHIPPED.glob("*.yaml")):
+        comment = path.read_text(encoding="utf-8").splitlines()[1]
+        text = comment.removeprefix("# ").partition(": samestep")[0]
+        summaries[path.stem] = text.partition(". ")[0].rstrip(":")
+    return summaries

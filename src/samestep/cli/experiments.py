@@ -37,7 +37,7 @@ from samestep.config import Recipe, RunOptions, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_STOPPED, InputError, printable
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
-from samestep.runs import LOOP
+from samestep.runs import LOOP, run_folder
 from samestep.script.mode import imports_samestep
 from samestep.tools import bench
 from samestep.tools.launch import describe_machine
@@ -183,7 +183,9 @@ class Diff(JsonOption, LaunchOptions):
 
     example: ClassVar = "samestep diff runs/first runs/second"
 
-    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
+    folders: Sequence[Path] = argument(
+        "RUN", "name or directory of a run", nargs="+", type=run_folder
+    )
     step: int | None = option("step to compute again (needed with one run)", "N")
     no_replay: bool = option("compare the logs only", default=False)
     trust: bool = option(TRUST, default=False)

@@ -6,17 +6,28 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep.cli.commands import CAN_BE_RANK, COMMANDS, PRELOAD, STARTS_RANKS, help_text
+from samestep.cli.commands import (
+    CAN_BE_RANK,
+    COMMANDS,
+    PRELOAD,
+    SHELLS,
+    STARTS_RANKS,
+    help_text,
+    recipe_summaries,
+)
 from samestep.cli.launch import ReportedError, exit_if_rank, reported_by_rank_0
-from samestep.cli.options import add_fields, options_of
-from samestep.config.key_suggestions import SYNONYMS, did_you_mean, suggest
+from samestep.cli.options import add_fields, options_of, parse_settings
+from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.distributed.env import read_rendezvous
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.signals import handled_signals
@@ -27,6 +38,9 @@ from samestep.launcher.worker import exit_process
 
 # Modules of the extra `recipes`; those of other extras are named by their users.
 _RECIPE_MODULES = frozenset(("PIL", "jinja2", "tensorboard", "torchvision", "yaml"))
+_RECIPE_NAMES = {"bash": "_samestep_recipes", "zsh": "_samestep_recipes", "tcsh": "f"}
+# Options of commands that start ranks without which none starts.
+_NO_RANKS = frozenset(("-h", "--help", "--help-all", "--print", "--schema"))
 # Commands with files as results; the result of the others is their standard output.
 _WRITES_RUN = ("train", "resume", "run")
 
@@ -43,23 +57,35 @@ class CommandParser(argparse.ArgumentParser):
         elif "could match" in message:
             code = "E_UNKNOWN_OPTION"
         fix = f"{self.prog} --help"
-        raise InputError(f"{self.prog}: {message}", f"arguments as in {fix}", fix, code=code)
+        expected = f"arguments as in {fix}"
+        if code == "E_MISSING_KEY":
+            fix = str(self.epilog).removeprefix("example: ")
+        raise InputError(f"{self.prog}: {message}", expected, fix, code=code)
 
-    def unknown(self, argument: str) -> InputError:
-        """Return the error of an argument that the command does not have."""
-        options = re.findall(r"--[\w-]+", self.format_usage())
+    def unknown(self, argument: str, arguments: Sequence[str]) -> InputError:
+        """Return the error of one of `arguments`, an option that the command does not have."""
+        usage = self.format_usage()
+        options = re.findall(r"--[\w-]+", usage)
         settings: list[str] = []
-        if "--set" in options:
+        if "KEY=VALUE" in usage:
             settings = [name for name in SYNONYMS.values() if not name.startswith("-")]
-        meant = suggest(argument.partition("=")[0], [*options, *settings])
-        if meant is None:
-            fix = f"{self.prog} --help lists the options"
-        elif meant in settings:
-            fix = f"did you mean --set {meant}=VALUE?"
-        else:
-            fix = f"did you mean {meant}?"
+        name, equals, value = argument.partition("=")
+        if not equals:
+            after = list(arguments)[arguments.index(argument) + 1 :]
+            value = next((text for text in after[:1] if not text.startswith("-")), "VALUE")
         problem = f"{self.prog}: unknown {argument}"
         expected = f"arguments as in {self.prog} --help"
+        meant = suggest(name, [*options, *settings])
+        if name == "--set" and settings:
+            expected = "settings as arguments: key=value"
+            others = [text.removeprefix("--set=") for text in arguments if text != "--set"]
+            fix = shlex.join([*self.prog.split(), *others])
+        elif meant is None:
+            fix = f"{self.prog} --help lists the options"
+        elif meant in settings:
+            fix = f"did you mean {shlex.quote(f'{meant}={value}')}?"
+        else:
+            fix = f"did you mean {meant}?"
         return InputError(problem, expected, fix, code="E_UNKNOWN_OPTION")
 
 
@@ -79,15 +105,91 @@ def build_parser(name: str) -> CommandParser:
     return parser
 
 
+def _print_help(name: str, arguments: Sequence[str]) -> None:
+    """Print the help of a command: its usual options, or with `--help-all` all of them.
+
+    After a recipe, its keys and their values follow.
+    """
+    parser = build_parser(name)
+    usual = getattr(_options_class(name), "usual", None)
+    epilog = [parser.epilog or ""]
+    if usual is not None and "--help-all" not in arguments:
+        for action in parser._actions:
+            if action.option_strings and action.dest not in (*usual, "help"):
+                action.help = argparse.SUPPRESS
+        epilog.append(f"further options: samestep {name} --help-all")
+    recipe = next((text for text in arguments if text in recipe_summaries()), None)
+    if recipe is not None:
+        from samestep.recipes.recipe_files import usual_settings  # here: it imports pydantic
+
+        epilog += ["", f"settings of {recipe}:", *(f"  {one}" for one in usual_settings(recipe))]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "\n".join(textwrap.wrap(parser.description or "", 78))
+    parser.epilog = "\n".join(epilog)
+    parser.print_help()
+
+
+def _text_of(arguments: Sequence[str]) -> str | None:
+    """Return the text that `samestep` prints with an option in place of a command, or None."""
+    first = next(iter(arguments), "--help")
+    if first in ("-h", "--help"):
+        return help_text()
+    if first == "--version":
+        from importlib.metadata import version  # here: the import takes 20 ms
+
+        return f"samestep {version('samestep')}"
+    if first == "--print-completion":
+        return _completion("".join(arguments[1:2]))
+    return None
+
+
+def _completion(shell: str) -> str:
+    """Return the completion of a shell, by shtab.
+
+    Raises:
+        InputError: shtab is not installed, or does not know the shell.
+    """
+    if shell not in SHELLS:
+        value = f"--print-completion {shell}"
+        raise InputError(value, f"one of {', '.join(SHELLS)}", f"--print-completion {SHELLS[0]}")
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        value = "shtab is not installed"
+        expected = "the package that writes completions"
+        raise InputError(value, expected, "pip install shtab", code="E_NOT_INSTALLED") from error
+    parser = argparse.ArgumentParser(prog="samestep")
+    commands = parser.add_subparsers()
+    for name, command in COMMANDS.items():
+        options = commands.add_parser(name, help=command.summary)
+        add_fields(options, _options_class(name))
+        for action in options._actions:
+            if action.choices is None and action.nargs != 0:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            if action.dest == "recipe":
+                action.complete = _RECIPE_NAMES  # type: ignore[attr-defined]
+    names = " ".join(recipe_summaries())
+    preamble = {
+        "tcsh": "",
+        "bash": f"_samestep_recipes() {{ compgen -W '{names}' -- $1; compgen -f -- $1; }}",
+        "zsh": f"_samestep_recipes() {{ compadd {names}; _files }}",
+    }
+    return str(shtab.complete(parser, shell, preamble=preamble[shell]))
+
+
 def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     """Return a call of the command with its options.
 
     Raises:
         InputError: the command or an option is unknown, or an argument is invalid.
     """
-    if not arguments or arguments[0] not in COMMANDS:
+    if arguments[0] not in COMMANDS:
         raise _unknown_command(arguments)
     name, *rest = arguments
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    if name != "run" and {"-h", "--help", "--help-all"}.intersection(own):
+        _print_help(name, own)
+        return lambda: EXIT_DONE
     parser = build_parser(name)
     kind = _options_class(name)
     script_arguments: list[str] = []
@@ -99,7 +201,9 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     parse = parser.parse_known_args if name == "run" else parser.parse_known_intermixed_args
     parsed, unknown = parse(rest)
     if unknown:
-        raise parser.unknown(unknown[0])
+        raise parser.unknown(unknown[0], rest)
+    if hasattr(parsed, "overrides"):
+        parsed.overrides = parse_settings(parsed.overrides, kind.path_keys)
     # `doctor` and others also run with variables of a launcher that are incomplete.
     rendezvous = None if name in CAN_BE_RANK else read_rendezvous()
     if rendezvous is not None and rendezvous.world_size > 1:
@@ -118,11 +222,20 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
 
 def _unknown_command(arguments: Sequence[str]) -> InputError:
     expected = f"one of {', '.join(COMMANDS)}"
-    if not arguments:
-        value = "samestep without a command"
-        return InputError(value, expected, "samestep train digits", code="E_MISSING_KEY")
     problem = f"unknown command {arguments[0]}"
-    fix = did_you_mean(arguments[0], COMMANDS, "samestep --help lists all", "samestep ")
+    meant = suggest(arguments[0], COMMANDS)
+    fix = "samestep --help lists all"
+    if meant is not None:
+        fix = f"did you mean {shlex.join(['samestep', meant, *arguments[1:]])}?"
+    path = Path(arguments[0])
+    if path.suffix == ".py" and path.is_file():
+        fix = shlex.join(["samestep", "run", *arguments])
+    elif path.exists():
+        from samestep.recipes.paths import train_command  # here: it imports pydantic
+
+        fix = train_command(path)
+    elif arguments[0] in recipe_summaries():
+        fix = shlex.join(["samestep", "train", *arguments])
     return InputError(problem, expected, fix, code="E_UNKNOWN_NAME")
 
 
@@ -137,15 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0].startswith(("--local-rank=", "--local_rank=")):
         # Added by torch.distributed.launch; LOCAL_RANK has the same value.
         arguments = arguments[1:]
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(help_text())
-        return EXIT_DONE
-    if arguments and arguments[0] == "--version":
-        from importlib.metadata import version  # here: the import takes 20 ms
-
-        print(f"samestep {version('samestep')}")
-        return EXIT_DONE
     try:
+        text = _text_of(arguments)
+        if text is not None:
+            print(text)
+            return EXIT_DONE
         # The fork server imports torch while this process parses arguments and reads the recipe.
         with _early_start(arguments):
             with reported_by_rank_0():
@@ -182,7 +291,7 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
     """
     os.getcwd()  # raises an error in a removed folder, in which no process can be started
     starts = bool(arguments) and arguments[0] in STARTS_RANKS
-    if {"-h", "--help"}.intersection(arguments):
+    if _NO_RANKS.intersection(arguments):
         starts = False
     with reported_by_rank_0():
         starts = starts and read_rendezvous() is None  # a rank of another launcher starts none

@@ -19,6 +19,7 @@ from samestep.cli.options import (
     SetOption,
     StrategyOptions,
     argument,
+    expanded,
     option,
     option_conflict,
     options_of,
@@ -28,10 +29,13 @@ from samestep.cli.options import (
 )
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, refuse_script_run
 from samestep.config import RunOptions
-from samestep.errors import EXIT_DONE
+from samestep.errors import EXIT_DONE, InputError
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
+from samestep.recipes.paths import require_paths
 from samestep.recipes.recipe_files import load_recipe, make_recipe, read_dataset_info, recipe_data
+from samestep.recipes.settings import full_key
+from samestep.runs import run_folder
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 
@@ -44,8 +48,10 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
     """
 
     example: ClassVar = "samestep eval runs/first --checkpoint best"
+    # All samples of a path are evaluated: it is not split again.
+    path_keys: ClassVar = ("data.options.path", "data.options.evaluation_path")
 
-    folder: Path = argument("RUN", "directory of the run; with --pretrained, a recipe")
+    folder: Path = argument("RUN", "name or directory of the run; with --pretrained, a recipe")
     checkpoint: str | None = option("best, last, epoch-N, or a step (default best)", "WHICH")
     trust: bool = option(TRUST, default=False)
     pretrained: str | None = option(
@@ -90,7 +96,7 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
                 self.report.mkdir(parents=True, exist_ok=True)
         classes = None
         if self.pretrained is None and self.overrides:  # other data have the classes of the run
-            classes = read_dataset_info(self.folder).classes
+            classes = read_dataset_info(plan.folder).classes
         options = options_of(RunOptions, self, quiet=self.json)
         return plan.recipe, options, plan.checkpoint, self.report, classes
 
@@ -106,6 +112,7 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         else:
             overrides = [*self.strategy_overrides(), *self.overrides]
             recipe = load_recipe(str(self.folder), overrides)
+            require_paths(recipe)
             recipe = replace(recipe, model=replace(recipe.model, pretrained=None))
             # Without a run, the file replaces the folder. A file is not a directory, so no logs are
             # written.
@@ -114,16 +121,17 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
 
     def _plan_of_run(self) -> RunPlan:
         for override in self.overrides:
-            if not override.startswith("data."):
-                fix = "samestep eval RECIPE --pretrained FILE --set ..."
-                raise option_conflict(f"--set {override} with a run", fix)
+            if not full_key({}, override.partition("=")[0]).startswith("data."):
+                fix = "samestep eval RECIPE FOLDER --pretrained FILE"
+                raise option_conflict(f"{override} with a run", fix)
         # The evaluating machine can differ from the training machine: the strategy of the run does
         # not apply.
         layout = ["strategy={}", *self.strategy_overrides()]
         which = self.checkpoint or "best"
-        plan = plan_from_checkpoint(self.folder, which, layout, trust=self.trust)
+        folder = run_folder(str(self.folder))
+        plan = plan_from_checkpoint(folder, which, layout, trust=self.trust)
         data = recipe_data(plan.recipe)
-        return replace(plan, recipe=make_recipe(data, self.overrides, origin=str(self.folder)))
+        return replace(plan, recipe=make_recipe(data, self.overrides, origin=str(folder)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +143,9 @@ class Predict(JsonOption, DeviceOption, RunArgument):
 
     example: ClassVar = "samestep predict runs/first picture.png"
 
-    files: Sequence[Path] = argument("FILE", "input files", nargs="*", type=Path)
+    files: Sequence[Path] = argument(
+        "FILE", "input files, or folders of input files", nargs="*", type=expanded
+    )
     out: Path | None = option("folder for predicted masks, for segmentation", "DIR")
     prompt: str | None = option("text to complete, for language models", "TEXT")
     tokens: int = option("tokens to generate", "N", default=100)
@@ -145,8 +155,7 @@ class Predict(JsonOption, DeviceOption, RunArgument):
         if (self.prompt is None) == (not self.files):
             fix = "samestep predict RUN FILE, or samestep predict RUN --prompt TEXT"
             raise option_conflict("predict needs files, or a prompt for a language model", fix)
-        for file in self.files:
-            require_file(file)
+        files = files_of(self.files)
         plan = plan_from_checkpoint(self.folder, self.checkpoint, [], trust=self.trust)
         options = RunOptions(device=self.device, quiet=True)
         model = (plan.recipe, options, read_dataset_info(self.folder), plan.checkpoint)
@@ -155,9 +164,30 @@ class Predict(JsonOption, DeviceOption, RunArgument):
             text = call("complete", *model, self.prompt, self.tokens)
             self.result(text, text["text"])
             return EXIT_DONE
-        for prediction in call("predict", *model, tuple(self.files), self.out):
+        for prediction in call("predict", *model, tuple(files), self.out):
             self.result(prediction, *_prediction_lines(prediction))
         return EXIT_DONE
+
+
+def files_of(paths: Sequence[Path]) -> list[Path]:
+    """Return the files of the arguments: of a folder all files in it, without hidden ones."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            require_file(path)
+            files.append(path)
+            continue
+        with output_errors(f"{path} cannot be read", "a readable folder", "another folder"):
+            inside = [
+                one
+                for one in sorted(path.rglob("*"))
+                if one.is_file() and not one.name.startswith(".")
+            ]
+        if not inside:
+            fix = "the path of a file, or of a folder with files"
+            raise InputError(f"{path} has no files", "input files", fix, code="E_FILE_MISSING")
+        files += inside
+    return files
 
 
 def _prediction_lines(prediction: dict[str, Any]) -> list[str]:

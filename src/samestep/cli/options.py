@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,19 +18,23 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from samestep.cli.commands import recipe_summaries
 from samestep.config import DeviceKind, MeshConfig, StrategyConfig
+from samestep.config.key_suggestions import SYNONYMS, nearest_path, suggest
 from samestep.config.strategy import AXES, StrategyName
+from samestep.distributed.env import expand_path
 from samestep.errors import InputError, printable
 from samestep.loggers.logger import to_json_line
+from samestep.runs import run_folder
 
 Options = TypeVar("Options")
 # Not `shipped_recipes()`, whose module imports pydantic: the help of most commands names them.
-_SHIPPED = Path(__file__).parents[1] / "recipes" / "shipped"
-_RECIPES = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.yaml")))
+_RECIPES = ", ".join(recipe_summaries())
 TRUST = "import the code that the recipe of the run names (docs/security.md)"
+_SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 # Options without a meaning for a script.
 _OF_RECIPES = (
-    *("overrides", "strategy", "mesh", "shares"),
+    *("strategy", "mesh", "shares"),
     *("per_device_batch_size", "accumulate", "workers"),
 )
 
@@ -47,9 +52,11 @@ def option(help: str, metavar: str | None = None, *, default: Any = None, **sett
     return field(default=default, metadata={"help": help, **settings})
 
 
-def argument(metavar: str, help: str, **settings: Any) -> Any:
+def argument(metavar: str, help: str, *, default: Any = MISSING, **settings: Any) -> Any:
     """Declare a positional argument."""
-    return field(metadata={"help": help, "metavar": metavar, "flag": None, **settings})
+    return field(
+        default=default, metadata={"help": help, "metavar": metavar, "flag": None, **settings}
+    )
 
 
 def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
@@ -66,7 +73,8 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
         for name in vars(base).get("__annotations__", ())
     }
     groups: dict[str | None, Any] = {None: parser}
-    for entry in fields(kind):
+    # Arguments of any number come last; `sorted` keeps the order of the others.
+    for entry in sorted(fields(kind), key=lambda entry: entry.metadata.get("nargs") == "*"):
         if not entry.metadata:  # no option, such as the arguments after `--`
             continue
         title = vars(owners[entry.name]).get("group")
@@ -74,6 +82,8 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
             groups[title] = parser.add_argument_group(title)
         settings = {**_conversion(hints[entry.name]), **entry.metadata}
         settings["help"] += _default_text(entry)
+        if settings.get("nargs") == "*":
+            settings["default"] = ()  # argparse: otherwise one is required
         flag = settings.pop("flag", f"--{entry.name.replace('_', '-')}")
         if flag is None:
             groups[title].add_argument(entry.name, **settings)
@@ -98,7 +108,7 @@ def _conversion(kind: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
-    converters = {int: integer, Path: Path}
+    converters = {int: integer, Path: expanded}
     if kind in converters:
         return {"type": converters[kind]}
     return {}
@@ -109,6 +119,11 @@ def options_of(kind: type[Options], arguments: Any, **others: Any) -> Options:
     # Names connect the options of a command with those of a run, a plan or a job.
     values = {entry.name: getattr(arguments, entry.name, None) for entry in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if value is not None} | others)
+
+
+def expanded(text: str) -> Path:
+    """Return the path of an option, with `~` and `$VAR` expanded."""
+    return Path(expand_path(text))
 
 
 def integer(text: str, least: int = 1) -> int:
@@ -137,6 +152,41 @@ def integers(text: str) -> tuple[int, ...]:
 def counts(text: str) -> tuple[int, ...]:
     """Return the integers of at least 0 of a comma-separated list."""
     return tuple(map(count, text.split(",")))
+
+
+def parse_settings(arguments: Sequence[str], path_keys: Sequence[str]) -> list[str]:
+    """Return the settings `key=value` of the arguments after a recipe or a run.
+
+    A path that exists is the data: the value of the keys `path_keys`.
+
+    Raises:
+        InputError: an argument is neither.
+    """
+    settings = []
+    for position, text in enumerate(arguments):
+        path = expand_path(text)
+        if _SETTING.match(text):
+            settings.append(text)
+        elif Path(path).exists():
+            settings += [f"{key}={json.dumps(path)}" for key in path_keys]
+        else:
+            problem = f"{text} is neither a setting nor a path in {Path.cwd()}"
+            expected = "settings key=value, or a path that exists: the data of the recipe"
+            fix = _fix_of_argument(text, arguments[position + 1 :])
+            raise InputError(problem, expected, fix, code="E_FILE_MISSING")
+    return settings
+
+
+def _fix_of_argument(text: str, following: Sequence[str]) -> str:
+    """Return the fix of an argument that is no setting and no path: the nearest of both kinds."""
+    near = nearest_path(expanded(text))
+    if near is not None:
+        return f"did you mean {near}?"
+    key = suggest(text, [name for name in SYNONYMS.values() if not name.startswith("-")])
+    if key is not None:
+        value = next((one for one in following if "=" not in one), "VALUE")
+        return f"did you mean {key}={value}?"
+    return "give the path of a file or a folder that exists"
 
 
 def parse_process_count(text: str) -> int:
@@ -178,15 +228,15 @@ class DeviceOption:
 
 @dataclass(frozen=True, kw_only=True)
 class SetOption:
-    """Overrides of a recipe."""
+    """Settings of a recipe."""
 
-    overrides: Sequence[str] = option(
-        "override a key of the recipe, such as batch_size=128 or optimizer.options.lr=0.05",
+    path_keys: ClassVar[Sequence[str]] = ("data.options.path",)
+
+    overrides: Sequence[str] = argument(
         "KEY=VALUE",
+        "settings of the recipe, such as epochs=5 or lr=0.05; or a file or folder, its data",
+        nargs="*",
         default=(),
-        flag="--set",
-        action="extend",
-        nargs="+",
     )
 
 
@@ -194,7 +244,7 @@ class SetOption:
 class RunArgument:
     """Directory of a run, with a checkpoint."""
 
-    folder: Path = argument("RUN", "directory of the run")
+    folder: Path = argument("RUN", "name or directory of the run", type=run_folder)
     checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="best")
     trust: bool = option(TRUST, default=False)
 
@@ -221,8 +271,11 @@ class SubjectOptions(RecipeOptions):
         if path.suffix != ".py":
             if self.script_arguments:
                 value = f"{self.recipe} with arguments after --"
-                raise option_conflict(value, "--set KEY=VALUE for a recipe")
+                raise option_conflict(value, "leave out -- and what follows")
             return None
+        if self.overrides:
+            fix = f"arguments of the script follow --: {self.recipe} -- ARGUMENTS"
+            raise option_conflict(f"{self.overrides[0]} after a script", fix)
         for name in _OF_RECIPES:
             if getattr(self, name, None):
                 value = f"{name} of a recipe with a script"
@@ -278,14 +331,14 @@ class BatchOptions:
         """
         options = {"batch_size": self.per_device_batch_size, "accumulate": self.accumulate}
         keys = [key for key, value in options.items() if value is not None]
-        others = [f"--set {one}" for one in overrides if one.partition("=")[0] in keys]
+        others = [one for one in overrides if one.partition("=")[0] in keys]
         # The batch size must not depend on the machine, as `auto` does.
         if self.per_device_batch_size is not None and not processes.isdigit():
             others.insert(0, f"--processes {processes}")
         if others:
             value = f"--per-device-batch-size or --accumulate with {others[0]}"
             expected = "a number of processes, and one option for a key"
-            fix = "--processes 2, or --set instead"
+            fix = "--processes 2, and the option or the setting"
             raise InputError(value, expected, fix, code="E_BATCH_SIZE")
         own = list(overrides)
         if self.accumulate is not None:
@@ -329,7 +382,9 @@ def require_file(path: Path) -> None:
     """Raise an `InputError` unless the path is a file."""
     if not path.is_file():
         value = f"{path} is not a file"
-        raise InputError(value, "an existing file", "check the path", code="E_FILE_MISSING")
+        near = nearest_path(path)
+        fix = "check the path" if near is None else f"did you mean {near}?"
+        raise InputError(value, "an existing file", fix, code="E_FILE_MISSING")
 
 
 def require_new_file(path: Path) -> None:

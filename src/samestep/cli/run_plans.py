@@ -93,15 +93,15 @@ def plan_from_checkpoint(
     progress = read_state(checkpoint).progress
     origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
     recipe = with_saved_weight(_read_recipe(folder, overrides, trust=trust, origin=origin), origin)
-    # A run can be resumed with another strategy, and with more epochs: steps before the checkpoint
-    # do not depend on them.
-    free = {"strategy": None, "epochs": None}
+    # A run can be resumed with another strategy, and with more epochs or another early stop: steps
+    # before the checkpoint do not depend on them.
+    free = {"strategy": None, "epochs": None, "stop": None}
     _require_equal(
         {**recipe_data(origin), **free},
         {**recipe_data(recipe), **free},
         "the recipe differs from the recipe of the checkpoint",
         "undo the change, or start a new run from these weights: samestep train ... "
-        f"--set model.pretrained={checkpoint}/model.safetensors",
+        f"model.pretrained={checkpoint}/model.safetensors",
     )
     return RunPlan(recipe, folder, checkpoint, progress.step)
 

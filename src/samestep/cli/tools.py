@@ -33,7 +33,7 @@ from samestep.distributed.logging import plain_console
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError, printable
 from samestep.loggers.logger import format_metric
-from samestep.runs import not_a_run
+from samestep.runs import not_a_run, run_folder
 from samestep.tools.run_log import parse_finite
 from samestep.units import format_bytes
 
@@ -250,7 +250,7 @@ class Top(JsonOption):
 
     example: ClassVar = "samestep top runs/first --once"
 
-    folder: Path = argument("RUN", "directory of the run")
+    folder: Path = argument("RUN", "name or directory of the run", type=run_folder)
     once: bool = option("print the state once and exit", default=False)
 
     def run(self) -> int:
@@ -345,7 +345,9 @@ class Report(JsonOption):
 
     example: ClassVar = "samestep report runs/first runs/second --out both.html"
 
-    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
+    folders: Sequence[Path] = argument(
+        "RUN", "name or directory of a run", nargs="+", type=run_folder
+    )
     out: Path | None = option(
         f"output file (default {_REPORT} in the directory of a single run, otherwise in the "
         "current one)",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import shutil
+import sys
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -58,7 +60,16 @@ from samestep.launcher.launch import LaunchConfig, LaunchResult, end_unguarded_i
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_enough_microbatches
-from samestep.recipes.recipe_files import load_recipe, make_recipe, with_saved_weight, write_recipe
+from samestep.recipes.paths import require_paths
+from samestep.recipes.recipe_files import (
+    load_recipe,
+    make_recipe,
+    recipe_data,
+    recipe_with_origins,
+    with_saved_weight,
+    write_recipe,
+)
+from samestep.recipes.settings import annotated
 from samestep.recipes.trust import sign
 from samestep.runs import require_run_name
 from samestep.units import parse_duration, plural
@@ -144,6 +155,15 @@ class TrainedRun:
             for name, value in evaluation.items()
             if name not in ("loss", "samples")
         ]
+        if evaluation:
+            losses = format_metric("loss", evaluation["loss"])
+            if summary["train_loss"] is not None:
+                losses += f", in training {format_metric('loss', summary['train_loss'])}"
+            lines.append(("val loss", losses))
+        if summary["best"] is not None:
+            name = summary["best_by"]
+            best = f"{name} {format_metric(name, summary['best'])}"
+            lines.append(("best", f"{best} (epoch {summary['best_epoch']})"))
         if evaluation:
             lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
         if summary["samples_per_second"]:
@@ -264,6 +284,20 @@ class TrainingOptions(
             raise error.with_next_step(hint) from None
 
 
+class SchemaAction(argparse.Action):
+    """Print the JSON schema of recipes, and end the command."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, help=settings["help"])
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        """Print the schema."""
+        from samestep.recipes.schema import recipe_schema
+
+        sys.stdout.write(recipe_schema())
+        parser.exit()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train(TrainingOptions, BatchOptions, RecipeOptions):
     """Train a recipe on any number of processes.
@@ -271,7 +305,11 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
     The result is the same: to rounding, or with --exact to the bit.
     """
 
-    example: ClassVar = "samestep train digits --processes 2 --set epochs=5 --name first"
+    example: ClassVar = "samestep train digits epochs=5 --processes 2 --name first"
+    usual: ClassVar = (
+        *("processes", "name", "exact", "print", "or_resume", "device", "strategy"),
+        *("per_device_batch_size", "max_restarts", "max_lost_work", "json"),
+    )
     group: ClassVar = "output"
 
     name: str | None = option("name of the run (default: recipe, date and time)")
@@ -280,6 +318,27 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
     )
     or_resume: bool = option("resume the run of this --name if it exists", default=False)
     runs: Path = option("folder of runs", "DIR", default=Path("runs"))
+    schema: bool = option(
+        "print the JSON schema of recipes, for editors", action=SchemaAction, default=False
+    )
+    print: bool = option(
+        "print the complete recipe, and where each value comes from; train nothing", default=False
+    )
+
+    def run(self) -> int:
+        """Train, or print the recipe."""
+        if not self.print:
+            return super().run()
+        overrides = self.batch_overrides(self._settings, self.size)
+        recipe, origins = recipe_with_origins(self.recipe, overrides)
+        data = recipe_data(recipe)
+        self.result({"recipe": data, "origins": origins}, *annotated(data, origins))
+        return EXIT_DONE
+
+    @property
+    def _settings(self) -> list[str]:
+        exact = ["step.reduction=exact"] if self.exact else []
+        return [*self.strategy_overrides(), *exact, *self.overrides]
 
     def train(self) -> TrainedRun:
         """Train, and remove the directory after invalid input, so that the name is free."""
@@ -297,8 +356,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
 
     def make_plan(self, restarts: int) -> RunPlan:
         """Create the run; with `--or-resume`, or after a restart, resume the run of this name."""
-        exact = ["step.reduction=exact"] if self.exact else []
-        overrides = [*self.strategy_overrides(), *exact, *self.overrides]
+        overrides = self._settings
         if self.name is not None:
             require_run_name(self.name, "--name first, or --runs DIR for another folder")
             folder = self.runs / self.name
@@ -310,6 +368,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
                 return plan
         recipe = load_recipe(self.recipe, self.batch_overrides(overrides, self.size))
         recipe = recipe.with_microbatches()
+        require_paths(recipe)
         if self.per_device_batch_size is not None:
             require_enough_microbatches(recipe.microbatch_count, int(self.size))
         # Not earlier: another command could take the same time as its name meanwhile.
@@ -358,7 +417,11 @@ class _NewFolder:
 class Resume(TrainingOptions, SetOption, RunArgument):
     """Resume a run from a checkpoint, on any number of processes, with the same result."""
 
-    example: ClassVar = "samestep resume runs/first --processes 3"
+    example: ClassVar = "samestep resume first epochs=20 --processes 3"
+    usual: ClassVar = (
+        *("checkpoint", "processes", "device", "strategy"),
+        *("max_restarts", "max_lost_work", "json"),
+    )
 
     checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="last")
     accept_changes: bool = option(
@@ -392,14 +455,15 @@ def train(
 
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.
-        overrides: values of keys of the recipe, as of `--set`: numbers, text, booleans, None, lists
+        overrides: values of keys of the recipe, numbers, text, booleans, None, lists
             and mappings.
         options: options of `samestep train` by their names, such as `processes`, `name`, `exact`,
             `strategy`, `or_resume`, `runs` and `max_restarts`. Times are seconds.
 
     Returns:
         `step`, `stopped` (after a stop request), `skipped_steps`, `evaluation` (the values of the
-        last one), `best`, `seconds`, `samples_per_second` and `run`, the directory.
+        last one), `best`, `best_by`, `best_epoch`, `train_loss`, `seconds`,
+        `samples_per_second` and `run`, the directory.
 
     Raises:
         InputError: the recipe, a key or an option is invalid.
@@ -408,7 +472,7 @@ def train(
     """
     end_unguarded_import()
     known = {entry.name for entry in fields(Train) if entry.metadata}
-    known -= {"recipe", "overrides", "json"}
+    known -= {"recipe", "overrides", "json", "print", "schema"}
     for name in options:
         if name not in known:
             raise InputError(

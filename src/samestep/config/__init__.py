@@ -4,6 +4,7 @@ from samestep.config.recipe import (
     DEFAULT_CHECKSUM_EVERY,
     DEFAULT_KEEP,
     DEFAULT_PREFETCH,
+    LOGGER_GROUP,
     LOGGERS,
     BadSamples,
     DataConfig,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from samestep.errors import InputError, RunError, SamestepError
 
 _OWN_PRECISION = "parameters and gradients in their own precision with this reduction"
-_WITHOUT_DECAY = "--set optimizer.layer_decay=null"
+_WITHOUT_DECAY = "optimizer.layer_decay=null"
 
 
 class Exclusion(NamedTuple):
@@ -179,7 +179,7 @@ _USES = {
     "foreground_weight without foreground": (
         "loss.options.foreground_weight is from_masks: {} background pixels, no foreground",
         "binary masks with some foreground",
-        "for several classes: --set 'loss={{name: cross_entropy}}'; otherwise correct "
+        "for several classes: 'loss={{name: cross_entropy}}'; otherwise correct "
         "data.options.mask_values",
     ),
 }

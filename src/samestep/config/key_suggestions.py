@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 # Words of training tutorials, timm, PaddleViT, Lightning and Hugging Face for each key or option.
 _WORDS = {
@@ -20,7 +21,8 @@ _WORDS = {
     "model.freeze_except": "freezelayers freezebackbone featureextract",
     "loss.name": "loss lossfn criterion",
     "loss.options.label_smoothing": "labelsmoothing smoothing labelsmoothingfactor",
-    "data.options.path": "datapath datadir dataroot datasetpath datasetdir traindir data root",
+    "data.options.path": "datapath datadir dataroot datasetpath datasetdir traindir data root "
+    "d dataset folder input images source",
     "data.options.evaluation_path": "valdir valpath evalpath evaldir testpath",
     "data.options.evaluation_fraction": "validation valpercent valsplit valratio valfraction "
     "testsize",
@@ -80,3 +82,15 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, prefix: str = 
     if meant is None:
         return otherwise
     return f"did you mean {prefix}{meant}?"
+
+
+def nearest_path(path: Path) -> Path | None:
+    """Return the path in the same folder whose name is most similar, or None."""
+    try:
+        siblings = [one.name for one in path.parent.iterdir()]
+    except OSError:  # no folder, or one that cannot be read
+        return None
+    name = next(iter(get_close_matches(path.name, siblings, n=1)), None)
+    if name is None:
+        return None
+    return path.with_name(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -22,6 +23,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
 LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow")
+LOGGER_GROUP = "samestep.loggers"  # entry points of loggers in other packages
 DEFAULT_CHECKSUM_EVERY = 10
 DEFAULT_KEEP = 2
 DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
@@ -117,7 +119,7 @@ class OptimizerConfig(NamedConfig):
             key = f"optimizer.options.{name}"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if name in _OPTIMIZER_NUMBERS:
-                require(is_number, f"{key} is {value!r}", "a number", f"--set {key}=0.01")
+                require(is_number, f"{key} is {value!r}", "a number", f"{key}=0.01")
             values = value if isinstance(value, list | tuple) else (value,)  # such as `betas`
             is_finite = all(not isinstance(one, float) or math.isfinite(one) for one in values)
             require(is_finite, f"{key} is {value!r}", "finite numbers", f"correct {key}")
@@ -185,6 +187,19 @@ class EmaConfig(Constrained):
     key_prefix: ClassVar[str] = "ema."
 
     decay: Annotated[float, Gt(0), Lt(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig(Constrained):
+    """Early stopping. A run can be resumed with another one, or with `stop=null`.
+
+    Attributes:
+        patience: epochs without a better result of `best_by` after which training ends.
+    """
+
+    key_prefix: ClassVar[str] = "stop."
+
+    patience: Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +274,7 @@ class Recipe(Constrained):
         best_by: result of evaluation that selects the best checkpoint: `loss`, a metric, or
             `loss_NAME` for a loss term; None for the first metric, or the loss without metrics.
         best_mode: `min` or `max`; None for `min` of losses and `max` of metrics.
+        stop: early stopping; None for all epochs.
         strategy: parallel strategy; a run can be resumed with another one.
     """
 
@@ -272,6 +288,7 @@ class Recipe(Constrained):
     metrics: tuple[str, ...] = ("accuracy",)
     best_by: str | None = None
     best_mode: Literal["min", "max"] | None = None
+    stop: StopConfig | None = None
     batch_size: Annotated[int, Ge(1), Le(1 << 30)]
     accumulate: Annotated[int, Ge(1)] = 1
     microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
@@ -346,7 +363,8 @@ class RunOptions(Constrained):
         keep: number of newest checkpoints that are kept, in addition to the best; None for that of
             the last start, or `DEFAULT_KEEP` in a new run.
         checksum_every: optimizer steps between logged checksums of the state, or 0 for none.
-        loggers: names of the loggers of metrics and events, some of `LOGGERS`.
+        loggers: names of the loggers of metrics and events, some of `LOGGERS`, or of entry points
+            in the group `samestep.loggers` of installed packages.
         quiet: print only the summary, no progress.
     """
 
@@ -362,10 +380,13 @@ class RunOptions(Constrained):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.loggers:
+            known: tuple[str, ...] = LOGGERS
+            if name not in LOGGERS:
+                known += tuple(one.name for one in entry_points(group=LOGGER_GROUP))
             require(
-                name in LOGGERS,
+                name in known,
                 f"unknown logger {name!r}",
-                f"some of {', '.join(LOGGERS)}",
+                f"some of {', '.join(known)}",
                 f"--loggers {','.join(RunOptions.loggers)}",
                 code="E_UNKNOWN_NAME",
             )

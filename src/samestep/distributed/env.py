@@ -178,6 +178,11 @@ def _base_folder(variable: str, default: str) -> Path:
     return home / default
 
 
+def expand_path(text: str) -> str:
+    """Return a path with `~` and `$VAR` expanded; a variable that is not set stays as it is."""
+    return os.path.expandvars(os.path.expanduser(text))
+
+
 def _home() -> Path | None:
     """Return the home folder; None in a container with any user id, or for a relative HOME."""
     home = os.path.expanduser("~")

@@ -14,9 +14,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from samestep.config import LOGGER_GROUP
 from samestep.config.validation import require_package
 from samestep.distributed.disk_operations import disk_operations, read_small
 from samestep.distributed.env import read_wandb_mode
@@ -55,9 +58,11 @@ _MAX_PARAM_CHARACTERS = 6000
 def create_loggers(
     names: Sequence[str], run: Path, *, first_step: int = 0, quiet: bool = False
 ) -> list[Logger]:
-    """Return the loggers of a run, some of `samestep.config.LOGGERS`, in the order of their names.
+    """Return the loggers of a run in the order of their names.
 
-    Trackers continue the run with the id of the run directory.
+    Other names than those of `samestep.config.LOGGERS` are entry points in the group
+    `samestep.loggers`: functions from the run directory to a `Logger`. Trackers continue the run
+    with the id of the run directory.
 
     Args:
         names: names of loggers.
@@ -73,7 +78,15 @@ def create_loggers(
         "wandb": lambda: WandbLogger(run, resume=True),
         "mlflow": lambda: MLflowLogger(run, resume=True),
     }
+    others = [name for name in names if name not in create]
+    for entry in entry_points(group=LOGGER_GROUP) if others else ():
+        create.setdefault(entry.name, partial(_load, entry, run))
     return [create[name]() for name in names]
+
+
+def _load(entry: EntryPoint, run: Path) -> Logger:
+    logger: Logger = entry.load()(run)
+    return logger
 
 
 class ProgressLogger(Logger):
@@ -159,9 +172,10 @@ def evaluation_line(event: Event) -> str:
     skipped = ""
     if event["skipped_steps"]:
         skipped = f"  skipped {plural(event['skipped_steps'], 'step')}"
+    losses = f"train loss {event['train_loss']:.4f}  val loss {event['loss']:.4f}"
     return (
         f"epoch {event['epoch']:>{len(str(event['epochs']))}}/{event['epochs']}  "
-        f"train loss {event['train_loss']:.4f}  loss {event['loss']:.4f}  {'  '.join(metrics)}  "
+        f"{losses}  {'  '.join(metrics)}  "
         f"{event['samples_per_second']:,.0f} samples/s{skipped}{best}"
     )
 

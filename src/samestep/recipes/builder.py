@@ -318,7 +318,7 @@ def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[Sampl
         raise RecipeError(
             f"data.cache is {config.cache} and data {config.name!r} has no cache",
             expected="data with image files: images, image_list or segmentation",
-            fix="--set data.cache=none",
+            fix="data.cache=none",
             code="E_VALUE",
         )
     cache = splits.open_cache(config)

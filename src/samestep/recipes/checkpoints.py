@@ -49,6 +49,7 @@ class RecipeCheckpoints(LoopCheckpoints):
     Attributes:
         recipe: resolved recipe as plain data.
         skipped_steps: steps of the run without an update.
+        best_epoch: epochs before the evaluation with the best value.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         # The weight of the foreground is a number there, as the masks can change.
         self.recipe = recipe_data(replace(recipe, loss=built.loss))
         self.skipped_steps = 0
+        self.best_epoch = 0
         self._driver = built.driver
         self._batches = built.train
         self._facts = built.facts
@@ -76,9 +78,22 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._every = options.checkpoint_every
 
     @property
-    def best(self) -> float | None:
-        """Best value of the deciding metric so far."""
-        return self._best
+    def best_by(self) -> str:
+        """Name of the deciding metric."""
+        return self._rule.by
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Skipped steps, and the best result: its value, metric and epoch."""
+        best = {"best": self._best, "best_by": self.best_by, "best_epoch": self.best_epoch}
+        return {"skipped_steps": self.skipped_steps, **best}
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Whether the epochs of `stop.patience` have passed without a better result."""
+        patience = (self.recipe["stop"] or {}).get("patience", math.inf)
+        epochs = self._batches.cursor.epoch - self.best_epoch
+        return epochs >= patience and not self.awaits_evaluation
 
     @property
     def train_loss(self) -> float:
@@ -98,6 +113,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             step=self._driver.steps,
             cursor=cursor,
             best=self._best,
+            best_epoch=self.best_epoch,
             loss_sum=self._loss_sum,
             loss_count=self._loss_count,
             skipped_steps=self.skipped_steps,
@@ -126,7 +142,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             cursor.epoch <= epochs,
             f"epochs is {epochs}, and {path} has {plural(cursor.epoch, 'epoch')}",
             "at least the epochs that are complete",
-            f"--set epochs={cursor.epoch} or more",
+            f"epochs={cursor.epoch} or more",
         )
         settings = self._data_settings(cursor.epoch)
         changes = list(setting_changes("training data", progress.data, settings))
@@ -136,13 +152,14 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._loss_sum = progress.loss_sum
         self._loss_count = progress.loss_count
         self.skipped_steps = progress.skipped_steps
+        self.best_epoch = progress.best_epoch
         self._accepted_changes = changes
         self._notes = self._machine_changes(saved)
         before = progress.recipe.get("epochs", epochs)
         if before != epochs and isinstance(self._driver.scheduler, LambdaLR):
             apply_schedule(self._driver.scheduler)  # the schedule depends on the number of epochs
         # Other keys may have new defaults in this version: they stay as they were.
-        self.recipe = {**progress.recipe, "epochs": epochs}
+        self.recipe = {**progress.recipe, "epochs": epochs, "stop": self.recipe["stop"]}
         self._log_resumption(before)
 
     def _log_resumption(self, epochs_before: int) -> None:
@@ -152,9 +169,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         if self.awaits_evaluation:
             position = f"evaluation of epoch {cursor.epoch}/{epochs}"
         elif cursor.epoch >= epochs:
-            position = (
-                f"the run is complete ({plural(epochs, 'epoch')}); --set epochs=N adds epochs"
-            )
+            position = f"the run is complete ({plural(epochs, 'epoch')}); epochs=N adds epochs"
         else:
             next_step = cursor.samples // self._batches.batch_size + 1
             position = f"epoch {cursor.epoch + 1}/{epochs}, step {next_step}/{len(self._batches)}"
@@ -218,6 +233,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             self._loss_count = 0.0
         if values is not None and is_best:
             self._best = values[self._rule.by]
+            self.best_epoch = self._batches.cursor.epoch
         self._interval.begin_save()
         self._write(is_best=is_best, epoch=epoch)
 

@@ -89,10 +89,12 @@ class TrainingEvents:
 
     Attributes:
         timer: times of the steps.
+        train_loss: mean loss of the steps of the last complete epoch; None before.
     """
 
     def __init__(self, logger: RunLogger, built: Built, epochs: int, options: RunOptions) -> None:
         self.timer = StepTimer()
+        self.train_loss: float | None = None
         self._logger = logger
         self._built = built
         self._driver = built.driver
@@ -153,6 +155,7 @@ class TrainingEvents:
     def log_epoch(self, values: dict[str, float], checkpoints: RecipeCheckpoints) -> None:
         """Log the end of an epoch, with the values of its evaluation; a collective."""
         step = self._driver.steps
+        self.train_loss = checkpoints.train_loss
         self._log_skipped("training")
         self._log_skipped("evaluation")
         self._log_cache()
@@ -176,12 +179,19 @@ class TrainingEvents:
             step=step,
             epoch=self._built.train.cursor.epoch,
             epochs=self._epochs,
-            train_loss=checkpoints.train_loss,
+            train_loss=self.train_loss,
             is_best=checkpoints.is_best(values),
             skipped_steps=checkpoints.skipped_steps,
             samples_per_second=round(self.timer.speed, 1),
             **values,
         )
+
+    def log_early_stop(self, checkpoints: RecipeCheckpoints) -> None:
+        """Log that `stop.patience` ends the training."""
+        epoch = self._built.train.cursor.epoch
+        waited = plural(epoch - checkpoints.best_epoch, "epoch")
+        text = f"early stop after epoch {epoch}: no better {checkpoints.best_by} for {waited}"
+        self._logger.log_event("note", text=text)
 
     def _log_skipped(self, split: str) -> None:
         """Log the samples of a split that were left out since the last call."""

@@ -56,7 +56,7 @@ def load_matching(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
         raise _weights_error(
             f"no tensor of {file} has the name and shape of a tensor of the model",
             expected="the tensor names of the model",
-            fix="--set model.pretrained_prefix=PREFIX, or rename them: the model has "
+            fix="model.pretrained_prefix=PREFIX, or rename them: the model has "
             f"{', '.join(list(own)[:2])}",
         )
     # Not strict: a head of another task keeps its initial weights.
@@ -85,7 +85,7 @@ def load_all(model: nn.Module, file: Path) -> None:
             f"the tensors of {file} differ from those of the model: {'; '.join(counts)}",
             expected="all tensors of the model with their names and shapes",
             fix="correct model.options (num_classes?), or train from the matching tensors: "
-            "--set model.pretrained=FILE",
+            "model.pretrained=FILE",
         )
     model.load_state_dict(tensors)
 

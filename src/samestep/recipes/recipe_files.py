@@ -1,4 +1,4 @@
-"""Recipes as YAML files, with overrides and validation; facts of datasets in the run directory.
+"""Recipes as YAML files, with settings and validation; facts of datasets in the run directory.
 
 A recipe that cannot be read or is invalid raises `RecipeError`. The error of an unknown key or an
 invalid value names the key or value that was probably meant.
@@ -7,26 +7,38 @@ invalid value names the key or value that was probably meant.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.files import write_atomically
 from samestep.config import Recipe
-from samestep.config.key_suggestions import SYNONYMS, did_you_mean, suggest
+from samestep.config.key_suggestions import did_you_mean, nearest_path
 from samestep.distributed.disk_operations import read_small
+from samestep.distributed.env import expand_path
 from samestep.errors import InputError, RecipeError
+from samestep.recipes.paths import train_command
+from samestep.recipes.settings import (
+    apply_setting,
+    expand_paths,
+    explained,
+    flat,
+    full_key,
+    origins_of,
+    short_key,
+    value_text,
+)
 
 _NOT_SET = object()
 _DATASET_FILE = "data.json"
+# Beginnings of names of models of torchvision, which are not recipes.
+_MODELS = ("resnet", "resnext", "vgg", "convnext", "densenet", "efficientnet", "mobilenet", "swin")
 _RECIPE_BYTES = 1 << 20  # YAML is slow to read
-# Names that pydantic appends to the key of a value with alternative types.
-_ALTERNATIVES = ("constrained-int", "literal['auto']")
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -36,20 +48,61 @@ def shipped_recipes() -> dict[str, Path]:
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return a shipped recipe or the recipe of a YAML file, with `key=value` overrides."""
+    path, is_pipe = _recipe_file(name)
+    return make_recipe(read_yaml(path, is_pipe=is_pipe), overrides, origin=name)
+
+
+def _recipe_file(name: str) -> tuple[Path, bool]:
+    """Return the file of a shipped recipe or of a path, and whether it is a pipe."""
     shipped = shipped_recipes()
-    path = shipped.get(name, Path(name))
+    path = shipped.get(name, Path(expand_path(name)))
     is_pipe = path.is_fifo()  # such as <(jsonnet recipe.jsonnet)
     if path.suffix not in (".yaml", ".yml") and not is_pipe:
         raise RecipeError(
             f"there is no recipe {name!r}",
             expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
-            fix=did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}"),
+            fix=_fix_of_recipe(name, path),
             code="E_UNKNOWN_NAME",
         )
     if not path.is_file() and not is_pipe:
         problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
-        raise RecipeError(problem, "a YAML file", "correct the path", code="E_FILE_MISSING")
-    return make_recipe(read_yaml(path, is_pipe=is_pipe), overrides, origin=name)
+        near = nearest_path(path)
+        fix = "correct the path" if near is None else f"did you mean {near}?"
+        raise RecipeError(problem, "a YAML file", fix, code="E_FILE_MISSING")
+    return path, is_pipe
+
+
+def _fix_of_recipe(name: str, path: Path) -> str:
+    """Return the fix of an unknown recipe: a script, data, a model, a run or a similar name."""
+    if path.suffix == ".py" and path.is_file():
+        return f"samestep run {name}"
+    if (path / "recipe.yaml").is_file():
+        return f"samestep resume {name}"
+    if path.exists():
+        return train_command(path)
+    if name.startswith(_MODELS):
+        return f"samestep train images FOLDER model.name={name}"
+    shipped = shipped_recipes()
+    return did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}", "samestep train ")
+
+
+def usual_settings(name: str) -> list[str]:
+    """Return the settings of a recipe file, with the shortest keys."""
+    path, _ = _recipe_file(name)
+    raw = read_yaml(path)
+    return [
+        shlex.quote(f"{short_key(raw, key)}={value_text(value)}")
+        for key, value in flat(raw).items()
+    ]
+
+
+def recipe_with_origins(name: str, overrides: Sequence[str]) -> tuple[Recipe, dict[str, str]]:
+    """Return a recipe with settings, and where each of its values comes from by dotted key."""
+    path, is_pipe = _recipe_file(name)
+    raw = read_yaml(path, is_pipe=is_pipe)
+    recipe = make_recipe(raw, overrides, origin=name).with_microbatches()
+    given = [full_key(raw, setting.partition("=")[0]) for setting in overrides]
+    return recipe, origins_of(recipe_data(recipe), raw, given, name)
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
@@ -63,15 +116,16 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
             fix="quote the value",
             code="E_VALUE",
         ) from error
-    # Before validation, so that an override can supply a missing key.
-    for override in overrides:
-        _override(data, override)
+    before = json.loads(json.dumps(data))
+    # Before validation, so that a setting can supply a missing key.
+    given = dict(apply_setting(data, setting) for setting in overrides)
+    expand_paths(data)
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
         recipe: Recipe = validator_of(Recipe).validate_json(json.dumps(data), strict=True)
         return recipe
     except ValidationError as error:
-        raise _explained(error.errors(), origin) from error
+        raise explained(error.errors(), origin, before, given) from error
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
@@ -107,13 +161,13 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def update_recipe(path: Path, recipe: Recipe) -> None:
-    """Write the epochs of `recipe` to the file of a run; replace a damaged file."""
+    """Write epochs and early stop of `recipe` to the file of a run; replace a damaged file."""
     try:
         saved = read_recipe(path)
     except RecipeError:
         saved = None
-    if saved is None or saved.epochs != recipe.epochs:
-        write_recipe(replace(saved or recipe, epochs=recipe.epochs), path)
+    if saved is None or (saved.epochs, saved.stop) != (recipe.epochs, recipe.stop):
+        write_recipe(replace(saved or recipe, epochs=recipe.epochs, stop=recipe.stop), path)
 
 
 def with_saved_weight(recipe: Recipe, saved: Recipe) -> Recipe:
@@ -164,86 +218,6 @@ def read_yaml(path: Path, *, is_pipe: bool = False) -> Mapping[str, Any]:
             f"{path} contains a {type(raw).__name__}", "a mapping", "write key: value lines"
         )
     return raw
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
-
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise RecipeError(
-            f"--set {override!r}", expected="--set key=value", fix="--set batch_size=64"
-        )
-    try:
-        value = from_yaml(text)
-    except YAMLError as error:
-        raise RecipeError(
-            f"--set {override!r}: {error}",
-            expected="a YAML value",
-            fix="quote the value",
-            code="E_VALUE",
-        ) from error
-    *parents, leaf = key.split(".")
-    mapping = data
-    for parent in parents:
-        child = mapping.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise RecipeError(
-                f"--set {override!r}: {parent} is {json.dumps(child)}, which has no keys",
-                expected="a mapping as each parent of the key",
-                fix=f"--set {parent}=value",
-                code="E_UNKNOWN_KEY",
-            )
-        mapping = child
-    mapping[leaf] = value
-
-
-# --- errors of keys and values ---
-
-
-def _explained(errors: Sequence[ErrorDetails], origin: str) -> RecipeError:
-    """Return the error of a recipe that is not valid; `origin` names the recipe.
-
-    An unknown key comes first: a required key may be missing because it has another name.
-    """
-    unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]
-    error = (unknown or errors)[0]
-    *section, name = [str(part) for part in error["loc"] if part not in _ALTERNATIVES]
-    key = ".".join([*section, name])
-    if unknown:
-        names = _keys(section)
-        siblings = [".".join([*section, other]) for other in names]
-        meant = suggest(key, [*siblings, *SYNONYMS.values()], least=0.75)
-        if meant is None and "options" in names:
-            meant = ".".join([*section, "options", name])
-        problem = f"unknown key {key}"
-        code = "E_UNKNOWN_KEY"
-        expected = f"one of the keys {', '.join(names)}"
-        fix = f"remove {key}"
-    elif error["type"] in ("missing", "missing_argument"):
-        meant = None
-        problem = f"{key} is missing"
-        code = "E_MISSING_KEY"
-        expected = "a value; this key has no default"
-        fix = f"add {name}: to the recipe, or --set {key}=VALUE"
-    else:
-        meant = suggest(key, SYNONYMS.values(), least=1.0)  # such as a number for `learning_rate`
-        problem = f"{key} is {json.dumps(error['input'])}"
-        code = "E_VALUE"
-        expected = error["msg"].removeprefix("Input should be ")
-        fix = f"--set {key}=..., or correct the file"
-    if meant not in (None, key):
-        fix = f"did you mean {meant}?"
-    return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
-
-
-def _keys(section: Sequence[str]) -> list[str]:
-    """Return the names of the keys of a section of the recipe."""
-    kind: Any = Recipe
-    for part in section:
-        hint = get_type_hints(kind)[part]
-        kind = next(option for option in (hint, *get_args(hint)) if is_dataclass(option))
-    return [key.name for key in fields(kind)]
 
 
 # --- facts of datasets ---

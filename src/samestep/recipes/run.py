@@ -59,8 +59,8 @@ def train(
         accept_changes: code and training data may differ from those of the run so far.
 
     Returns:
-        `stopped` on request, and `stop_signal`; `step` and `skipped_steps` of the run; `has_failed`
-        if most were skipped; last `evaluation`; `best`; `seconds`; `samples_per_second`.
+        `stopped` on request, and `stop_signal`; `step` and `skipped_steps`; `has_failed` if most
+        were skipped; the last `evaluation` and `train_loss`; `best` values; `seconds` and speed.
     """
     with (
         start_world(recipe, options) as world,
@@ -92,10 +92,10 @@ def train(
             "stopped": stopped,
             "stop_signal": world.session.stop.number,
             "step": built.driver.steps,
-            "skipped_steps": checkpoints.skipped_steps,
             "has_failed": 2 * checkpoints.skipped_steps > built.driver.steps,
             "evaluation": values,
-            "best": checkpoints.best,
+            **checkpoints.summary,
+            "train_loss": events.train_loss,
             "seconds": events.timer.elapsed,
             "samples_per_second": events.timer.speed,
         }
@@ -122,12 +122,15 @@ def fit(
         if not driver.steps:  # an evaluation that cannot be computed must not cost an epoch
             first = islice(complete_epoch(built.evaluation), 1)
             driver.evaluate(first, built.metrics, is_trial=True)
-        if batches.cursor.epoch >= epochs and not checkpoints.awaits_evaluation:
+        is_complete = batches.cursor.epoch >= epochs or checkpoints.patience_is_over
+        if is_complete and not checkpoints.awaits_evaluation:
             # Nothing remains of a complete run, but its summary has the values of an evaluation.
             evaluation = _evaluate(built, checkpoints, events)
             stopped = evaluation is None
             values = evaluation or {}
-        while not stopped and (batches.cursor.epoch < epochs or checkpoints.awaits_evaluation):
+        while not (stopped or checkpoints.patience_is_over) and (
+            batches.cursor.epoch < epochs or checkpoints.awaits_evaluation
+        ):
             for begin, batch in _rest_of_epoch(built, checkpoints, events):
                 is_due = checkpoints.is_due(events.timer.last_step, events.timer.last_evaluation)
                 samples = len(batch.samples)
@@ -151,6 +154,8 @@ def fit(
                     values = evaluation
                     events.log_epoch(values, checkpoints)
                     checkpoints.save(values)
+                    if checkpoints.patience_is_over and batches.cursor.epoch < epochs:
+                        events.log_early_stop(checkpoints)
         if stopped:
             checkpoints.save()
     return values, stopped

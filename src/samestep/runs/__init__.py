@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
+from samestep.distributed.env import expand_path
 from samestep.errors import InputError
 
+RUNS = Path("runs")  # default folder of runs
 LOOP = "run.json"  # marks the run directory of a custom loop
 
 
@@ -27,4 +30,29 @@ def require_run_name(name: str, fix: str) -> None:
 def not_a_run(folder: Path) -> InputError:
     """Return the error of a directory that is not that of a run."""
     expected = f"a run directory, which contains recipe.yaml or {LOOP}"
-    return InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
+    runs = [path for path in _runs_in(folder.parent) + _runs_in(RUNS) if path != folder]
+    fix = "samestep train digits --name first"
+    if runs:
+        near = get_close_matches(folder.name, [path.name for path in runs], n=1)
+        newest = max(runs, key=lambda path: path.stat().st_mtime)
+        fix = f"did you mean {next((path for path in runs if path.name in near), newest)}?"
+    return InputError(f"{folder} is not a run", expected, fix, code="E_NOT_A_RUN")
+
+
+def run_folder(name: str) -> Path:
+    """Return the directory of a run by its path, or by its name in the folder of runs."""
+    path = Path(expand_path(name))
+    if not path.exists() and (RUNS / path).is_dir():
+        return RUNS / path
+    return path
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    try:
+        return [
+            path
+            for path in sorted(folder.iterdir())
+            if (path / "recipe.yaml").is_file() or (path / LOOP).is_file()
+        ]
+    except OSError:  # no folder, or one that cannot be read
+        return []

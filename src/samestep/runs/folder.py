@@ -34,9 +34,8 @@ from samestep.launcher.source_files import describe_modules
 from samestep.loggers.logger import Logger, RunLogger, is_exit
 from samestep.loggers.rank_monitor import RankMonitor, RankProgress
 from samestep.loggers.trackers import create_loggers
-from samestep.runs import LOOP, require_run_name
+from samestep.runs import LOOP, RUNS, require_run_name
 
-RUNS = Path("runs")
 STEP_SECONDS = 0.1  # least time between two logged steps
 _RECIPE = "recipe.yaml"
 _STARTS = "environment.json"

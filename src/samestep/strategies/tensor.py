@@ -255,7 +255,7 @@ def resolve_plan(model: nn.Module, patterns: Mapping[str, str], slices: int) -> 
             expected="step.tensor_plan gives the kind of division by module name: column_gathered "
             "for any layer, column for one whose result passes through elementwise functions to a "
             "row layer",
-            fix=f"--set 'step.tensor_plan={{{examples}}}'",
+            fix=f"'step.tensor_plan={{{examples}}}'",
         )
     _require_unshared_weights(model, plan)
     _require_even_sizes(model, plan, slices)
@@ -361,7 +361,7 @@ def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) 
     fits = [str(number) for number in range(2, largest + 1) if common % number == 0]
     fix = "no size divides all modules of the plan: remove some from step.tensor_plan"
     if fits:
-        fix = f"--set step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"
+        fix = f"step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"
     for name, size in sizes.items():
         if size % slices:
             dimension = "inputs" if plan[name] == "row" else "outputs"

@@ -66,9 +66,8 @@ class Job:
         """Return the arguments of Python or torchrun for a rank, with paths of its machine."""
         if self.is_script:
             return [subject, *self.parameters]
-        overrides = ["--set", *self.parameters] if self.parameters else []
         options = ["--name", self.name, "--runs", runs, "--or-resume"]
-        return ["-m", "samestep", "train", subject, *overrides, *options]
+        return ["-m", "samestep", "train", subject, *self.parameters, *options]
 
 
 @dataclass(frozen=True)

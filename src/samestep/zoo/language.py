@@ -181,7 +181,7 @@ def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
         raise DataError(
             f"{root} has no files that end in {', '.join(suffixes)}",
             expected="text files",
-            fix="--set data.options.suffixes='[.md, .txt]'",
+            fix="data.options.suffixes='[.md, .txt]'",
             code="E_FILE_MISSING",
         )
     documents = [read_document(file, file.relative_to(root).as_posix()) for file in files]

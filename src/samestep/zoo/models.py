@@ -169,7 +169,7 @@ def _positions(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
         raise InputError(
             f"an input has {length} tokens and model.options.block_size is {block_size}",
             expected="data.options.block_size <= model.options.block_size",
-            fix=f"--set model.options.block_size={length}",
+            fix=f"model.options.block_size={length}",
             code="E_VALUE",
         )
     return torch.arange(length, device=tokens.device)

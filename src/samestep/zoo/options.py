@@ -48,7 +48,7 @@ def call(
             raise RecipeError(
                 f"{where}.{name} is missing",
                 expected="a value; this option has no default",
-                fix=f"--set {where}.{name}=VALUE",
+                fix=f"{where}.{name}=VALUE",
                 code="E_MISSING_KEY",
             )
         if is_library:
@@ -114,10 +114,10 @@ def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None
     if value is None or kind is None or isinstance(value, kind):
         return
     expected = "text; YAML reads some words as numbers or booleans"
-    fix = f"""quote the value: --set '{key}="..."'"""
+    fix = f"""quote the value: '{key}="..."'"""
     if kind is bool:
         expected = "true or false"
-        fix = f"--set {key}=true"
+        fix = f"{key}=true"
     raise RecipeError(f"{key} is {json.dumps(value)}", expected, fix, code="E_VALUE")
 
 
@@ -158,7 +158,7 @@ def require_option(
     """
     if not is_valid:
         key = f"data.options.{name}"
-        fix = f"--set {key}={example}"
+        fix = f"{key}={example}"
         raise DataError(f"{key} is {value!r}", expected=expected, fix=fix, code="E_VALUE")
 
 

@@ -341,7 +341,7 @@ def test_timer_counts_the_wait_before_a_step_and_local_samples() -> None:
 @pytest.mark.parametrize("loggers", ["jsonl", "tensorboard,progress"])
 def test_loggers_option_selects_the_loggers(tmp_path: Path, capfd: pytest.CaptureFixture[str], loggers: str) -> None:
     recipe = Path(__file__).parents[2] / "helpers" / "recorded.yaml"
-    assert here("train", recipe, "--name", "a", "--set", "epochs=1", "--loggers", loggers, cwd=tmp_path) == 0
+    assert here("train", recipe, "--name", "a", "epochs=1", "--loggers", loggers, cwd=tmp_path) == 0
     out = capfd.readouterr().out
     files = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert ("events.jsonl" in files) == ("jsonl" in loggers)

@@ -56,7 +56,7 @@ def test_slurm_script() -> None:
     ]
     assert submission.text.splitlines()[-2:] == [
         "exec srun --ntasks=$((SLURM_JOB_NUM_NODES * 2)) --ntasks-per-node=2 --kill-on-bad-exit=1 \\",
-        "    /opt/python -m samestep train digits --set epochs=1 optimizer.options.lr=0.05 "
+        "    /opt/python -m samestep train digits epochs=1 optimizer.options.lr=0.05 "
         "--name first --runs '/home/me/my work/all runs' --or-resume --requeue",
     ]
     assert "export SAMESTEP_TOKEN" in submission.text

@@ -1,0 +1,294 @@
+"""Settings `key=value` of a recipe: short keys, paths, origins, and values that errors suggest."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from pydantic_core import ErrorDetails
+
+from samestep.config import Recipe
+from samestep.config.key_suggestions import SYNONYMS, suggest
+from samestep.distributed.env import expand_path
+from samestep.errors import RecipeError
+
+# Keys whose values are paths, in which `~` and `$VAR` are expanded.
+_PATHS = (
+    *("data.options.path", "data.options.evaluation_path", "data.options.image_root"),
+    *("data.options.tokenizer", "model.pretrained"),
+)
+# Names that pydantic appends to the key of a value with alternative types.
+_ALTERNATIVES = ("constrained-int", "literal['auto']")
+# Valid values of keys without a default.
+_EXAMPLES = {"batch_size": 64, "epochs": 10}
+_DEFAULT = "default"
+_WORD = re.compile(r"[A-Za-z_][\w./-]*(:[\w./-]+)*")
+_CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
+_NONE = object()
+
+
+def apply_setting(data: dict[str, Any], setting: str) -> tuple[str, str]:
+    """Set a key of plain data, and return the full key and the text of the value.
+
+    Raises:
+        RecipeError: the setting is not `key=value`, its value is not YAML, or its key is unclear.
+    """
+    from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
+
+    short, equals, text = setting.partition("=")
+    if not equals or not short:
+        raise RecipeError(f"setting {setting!r}", expected="key=value", fix="batch_size=64")
+    key = full_key(data, short, text)
+    try:
+        value = from_yaml(text)
+    except YAMLError as error:
+        raise RecipeError(
+            f"{setting!r}: {error}",
+            expected="a YAML value",
+            fix=shlex.quote(f"{short}={json.dumps(text)}"),
+            code="E_VALUE",
+        ) from error
+    *parents, leaf = key.split(".")
+    mapping = data
+    for parent in parents:
+        child = mapping.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise RecipeError(
+                f"{setting!r}: {parent} is {json.dumps(child)}, which has no keys",
+                expected="a mapping as each parent of the key",
+                fix=f"{parent}=value",
+                code="E_UNKNOWN_KEY",
+            )
+        mapping = child
+    mapping[leaf] = value
+    return key, text
+
+
+def full_key(data: Mapping[str, Any], key: str, text: str = "VALUE") -> str:
+    """Return the full key of a key that may be short, such as `lr`; an unknown one as it is.
+
+    Raises:
+        RecipeError: several keys end in the short one.
+    """
+    if key.partition(".")[0] in _names(Recipe):
+        return key
+    known = {*_keys_of(Recipe), *flat(data), *SYNONYMS.values()}
+    full = sorted(name for name in known if name.endswith(f".{key}"))
+    if len(full) > 1:
+        raise RecipeError(
+            f"{key} is the end of {len(full)} keys",
+            expected="a key, or the end of one key only",
+            fix=" or ".join(f"{name}={text}" for name in full),
+            code="E_UNKNOWN_KEY",
+        )
+    return next(iter(full), key)
+
+
+def short_key(data: Mapping[str, Any], key: str) -> str:
+    """Return the shortest end of a key that `full_key` completes."""
+    parts = key.split(".")
+    for count in range(1, len(parts)):
+        short = ".".join(parts[-count:])
+        with suppress(RecipeError):
+            if full_key(data, short) == key:
+                return short
+    return key
+
+
+def value_text(value: Any) -> str:
+    """Return a value as YAML, a word without quotes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, str) and _WORD.fullmatch(value) and value.lower() not in _CONSTANTS:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def expand_paths(data: Mapping[str, Any]) -> None:
+    """Replace `~` and `$VAR` in the paths of a recipe in plain data."""
+    for key in _PATHS:
+        *parents, leaf = key.split(".")
+        section: Any = value_at(data, parents)
+        if isinstance(section, dict) and isinstance(section.get(leaf), str):
+            section[leaf] = expand_path(section[leaf])
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted keys."""
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            values |= flat(value, f"{key}.")
+        else:
+            values[key] = value
+    return values
+
+
+def value_at(data: Mapping[str, Any], path: Iterable[str]) -> Any:
+    """Return the value at a path of names, or None."""
+    value: Any = data
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def origins_of(
+    resolved: Mapping[str, Any], file: Mapping[str, Any], given: Iterable[str], name: str
+) -> dict[str, str]:
+    """Return where each value of a resolved recipe comes from, by dotted keys.
+
+    Args:
+        resolved: the recipe in plain data, with all defaults.
+        file: the recipe file in plain data.
+        given: full keys of the settings.
+        name: name of the recipe file.
+    """
+    origins = dict.fromkeys(flat(resolved), _DEFAULT)
+    for key in origins:
+        if key in flat(file):
+            origins[key] = name
+        if any(f"{key}.".startswith(f"{one}.") for one in given):
+            origins[key] = "command line"
+    return origins
+
+
+def annotated(data: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> list[str]:
+    """Return the lines of a recipe as YAML, with the origin of each value as a comment."""
+    indent = "  " * prefix.count(".")
+    lines = []
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            lines += [f"{indent}{name}:", *annotated(value, origins, f"{key}.")]
+        else:
+            text = f"{indent}{name}: {value_text(value)}"
+            lines.append(f"{text:<60}  # {origins[key]}")
+    return lines
+
+
+# --- keys ---
+
+
+def _names(kind: Any) -> list[str]:
+    return [key.name for key in fields(kind)]
+
+
+def section_of(kind: Any, name: str) -> Any:
+    """Return the class of a section of a configuration class, or None for a value."""
+    hint = get_type_hints(kind)[name]
+    return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+
+
+def _keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
+    for name in _names(kind):
+        yield f"{prefix}{name}"
+        section = section_of(kind, name)
+        if section is not None:
+            yield from _keys_of(section, f"{prefix}{name}.")
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Return the defaults of all keys that have one."""
+    return dict(_defaults_of(Recipe, ""))
+
+
+def _defaults_of(kind: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for entry in fields(kind):
+        key = f"{prefix}{entry.name}"
+        section = section_of(kind, entry.name)
+        if section is not None:
+            yield from _defaults_of(section, f"{key}.")
+        elif entry.default is not MISSING:
+            yield key, entry.default
+
+
+# --- errors of keys and values ---
+
+
+def explained(
+    errors: Sequence[ErrorDetails],
+    origin: str,
+    before: Mapping[str, Any],
+    given: Mapping[str, str],
+) -> RecipeError:
+    """Return the error of a recipe that is not valid.
+
+    An unknown key comes first: a required key may be missing because it has another name.
+
+    Args:
+        errors: errors of pydantic.
+        origin: name of the recipe.
+        before: the recipe in plain data without settings, whose values the fix can suggest.
+        given: texts of the settings by full keys.
+    """
+    unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]
+    error = (unknown or errors)[0]
+    path = [str(part) for part in error["loc"] if part not in _ALTERNATIVES]
+    *section, name = path
+    key = ".".join(path)
+    meant = None
+    if unknown:
+        kind: Any = Recipe
+        for part in section:
+            kind = section_of(kind, part)
+        names = _names(kind)
+        siblings = [".".join([*section, other]) for other in names]
+        meant = suggest(key, [*siblings, *SYNONYMS.values()], least=0.75)
+        if meant is None and "options" in names:
+            meant = ".".join([*section, "options", name])
+        problem = f"unknown key {key}"
+        code = "E_UNKNOWN_KEY"
+        expected = f"one of the keys {', '.join(names)}"
+        fix = f"remove {key}"
+    elif error["type"] in ("missing", "missing_argument"):
+        problem = f"{key} is missing"
+        code = "E_MISSING_KEY"
+        expected = "a value; this key has no default"
+        fix = f"add {name}: to the recipe, or {key}={_EXAMPLES.get(key, 'VALUE')}"
+    else:
+        meant = suggest(key, SYNONYMS.values(), least=1.0)  # such as a number for `learning_rate`
+        problem = f"{key} is {json.dumps(error['input'])}"
+        code = "E_VALUE"
+        expected = error["msg"].removeprefix("Input should be ")
+        fix = _setting(key, _valid_value(key, error, before))
+    if meant not in (None, key):
+        # The setting can be longer than the key of the error: optimizer.option.lr.
+        asked = next((one for one in given if f"{one}.".startswith(f"{key}.")), key)
+        meant = f"{meant}{asked[len(key) :]}"
+        fix = f"did you mean {_with_value(meant, given.get(asked))}?"
+    return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
+
+
+def _with_value(meant: str, text: str | None) -> str:
+    """Return the key or the option that was meant, with the value of the setting, if any."""
+    if text is None:
+        return meant
+    if meant.startswith("-"):
+        return f"{meant} {shlex.quote(text)}"
+    return shlex.quote(f"{meant}={text}")
+
+
+def _setting(key: str, value: Any) -> str:
+    if value is _NONE:
+        return f"{key}=VALUE"
+    return shlex.quote(f"{key}={value_text(value)}")
+
+
+def _valid_value(key: str, error: ErrorDetails, before: Mapping[str, Any]) -> Any:
+    """Return a value that is valid for a key: the nearest choice, that of the file, the default."""
+    if error["type"] == "literal_error":
+        choices = re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected")))
+        return next(iter(get_close_matches(str(error["input"]), choices, n=1)), choices[0])
+    value = value_at(before, key.split("."))
+    if value is not None and value != error["input"]:
+        return value
+    return _EXAMPLES.get(key, _defaults().get(key, _NONE))

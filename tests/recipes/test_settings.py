@@ -1,0 +1,108 @@
+"""Settings of recipes: short keys, paths, the origin of each value, and the values that errors suggest."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.errors import RecipeError
+from samestep.recipes.recipe_files import load_recipe, recipe_data, recipe_with_origins
+from samestep.recipes.settings import annotated, flat, full_key
+from samestep.recipes.yaml_text import from_yaml
+
+DIGITS = recipe_data(load_recipe("digits"))
+
+SHORT = {
+    "lr": "optimizer.options.lr",
+    "momentum": "optimizer.options.momentum",
+    "path": "data.options.path",
+    "seed": "step.seed",
+    "width": "model.options.width",
+    "options.width": "model.options.width",
+    "mesh.shard": "strategy.mesh.shard",
+    "epochs": "epochs",
+    "step.seed": "step.seed",
+    "qwertz": "qwertz",
+}
+
+
+@pytest.mark.parametrize("key", SHORT)
+def test_end_of_one_key_is_the_key(key: str) -> None:
+    assert full_key(DIGITS, key) == SHORT[key]
+
+
+def test_end_of_several_keys_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="name is the end of 6 keys") as error:
+        full_key(DIGITS, "name", "sgd")
+    assert "optimizer.name=sgd" in error.value.fix
+
+
+def test_short_keys_are_those_of_the_recipe() -> None:
+    recipe = load_recipe("digits", ["lr=0.5", "seed=3", "width=8"])
+    full = ["optimizer.options.lr=0.5", "step.seed=3", "model.options.width=8"]
+    assert recipe == load_recipe("digits", full)
+
+
+def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", "/data")
+    recipe = load_recipe("images", ["path=~/photos", "evaluation_path=$PLACE/val", "model.pretrained=$GONE/a.pth"])
+    assert recipe.data.options["path"] == f"{tmp_path}/photos"
+    assert recipe.data.options["evaluation_path"] == "/data/val"
+    assert recipe.model.pretrained == "$GONE/a.pth"
+
+
+def test_other_values_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/a")
+    assert load_recipe("digits", ["best_by=loss_~", "data.options.x=~/a"]).data.options["x"] == "~/a"
+
+
+def test_origin_of_each_value() -> None:
+    recipe, origins = recipe_with_origins("digits", ["lr=0.5", "ema={decay: 0.9}"])
+    assert set(origins) == set(flat(recipe_data(recipe)))
+    assert origins["optimizer.options.lr"] == origins["ema.decay"] == "command line"
+    assert origins["optimizer.options.momentum"] == origins["epochs"] == "digits"
+    assert origins["step.seed"] == origins["best_by"] == "default"
+
+
+@pytest.mark.parametrize("settings", [[], ["best_by=null", "data.options.x='true'", 'model.options.y="a # b"']])
+def test_annotated_recipe_is_yaml_of_the_same_recipe(settings: list[str]) -> None:
+    recipe, origins = recipe_with_origins("digits", settings)
+    assert from_yaml("\n".join(annotated(recipe_data(recipe), origins))) == recipe_data(recipe)
+
+
+INVALID = {
+    "epochs=abc": "epochs=15",
+    "epochs=0": "epochs=15",
+    "batch_size=null": "batch_size=64",
+    "precision=fp8": "step.precision=fp32",
+    "schedule.name=cosin": "schedule.name=cosine",
+    "step.seed=-1": "step.seed=0",
+    "data=photos": "data.options.path=photos",
+    "model=resnet18": "model.name=resnet18",
+    "batchsize=32": "batch_size=32",
+    "optimizer.option.lr=1": "optimizer.options.lr=1",
+    "schedule.warmup=1": "schedule.warmup_epochs=1",
+    "data.options.x=[1": "'data.options.x=\"[1\"'",
+}
+
+
+@pytest.mark.parametrize("setting", INVALID)
+def test_suggested_setting_is_accepted(setting: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe("digits", [setting])
+    suggested = error.value.fix.removeprefix("did you mean ").removesuffix("?")
+    assert suggested == INVALID[setting]
+    load_recipe("digits", shlex.split(suggested))
+
+
+@pytest.mark.parametrize(("key", "value"), [("batch_size", "none"), ("epochs", "many")])
+def test_suggestion_for_a_file_is_accepted(tmp_path: Path, key: str, value: Any) -> None:
+    text = "data: {name: digits}\nmodel: {name: digits_net}\noptimizer: {name: sgd}\n"
+    values = {"batch_size": 64, "epochs": 1, key: value}
+    path = tmp_path / "mine.yaml"
+    path.write_text(text + "".join(f"{name}: {one}\n" for name, one in values.items()), encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_recipe(str(path))
+    load_recipe(str(path), [error.value.fix])
