@@ -65,7 +65,7 @@ def alarms_of_command(command: Sequence[str], cwd: Path) -> list[str]:
 def commands(kind: str) -> dict[str, list[str]]:
     """Return a command for each script of a kind, without the number of processes."""
     if kind == "recipes":
-        return {name: ["train", name, "--set", "epochs=1"] for name in RECIPES}
+        return {name: ["train", name, "epochs=1"] for name in RECIPES}
     pattern = "planted/right_*.py" if kind == "planted" else "scripts/*.py"
     return {path.stem: ["run", str(path)] for path in sorted((ROOT / "tests").glob(pattern))}
 
