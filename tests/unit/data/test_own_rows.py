@@ -517,19 +517,6 @@ def _stopping(workers: int, **options: Any) -> str:
     return error_code(lambda: _epochs(batches, 1))
 
 
-STOPS: dict[str, dict[str, Any]] = {
-    "stop in a sample": {"dataset": Broken(19, stops=True)},
-    "stop in a single sample": {"dataset": Broken(19, stops=True), "batch_size": None},
-    "stop in collation": {"dataset": Points(), "collate_fn": lambda samples: next(iter(()))},
-    "stop in collation of a stream": {"dataset": Stream(), "collate_fn": lambda samples: next(iter(()))},
-}
-
-
-def _stopping(workers: int, **options: Any) -> str:
-    batches = samestep.loader(DataLoader(**{"batch_size": BATCH, "num_workers": workers, **options}))
-    return error_code(lambda: _epochs(batches, 1))
-
-
 Found = dict[str, list[Any]]
 SETTINGS = [
     (2, 2),
@@ -682,6 +669,6 @@ def test_ranks_that_read_different_samples_are_told() -> None:
 def test_loader_that_is_made_again_reads_own_rows_at_once() -> None:
     reads = [sum(samples) for samples in zip(*found(2, 0)["made again"], strict=True)]
     assert reads[BATCH:] == [3] * (SAMPLES - BATCH)
-    # By each rank in the first batch, and in a copy of the process, which reads the samples 0, 3 and 7 twice; then once in
-    # each later epoch.
+    # By each rank in the first batch and twice in a copy of the process, which reads the samples 0, 3 and 7 again; then
+    # once in each later epoch.
     assert reads[:BATCH] == [8, 6, 6, 8, 6, 6, 6, 8]
