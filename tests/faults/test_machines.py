@@ -234,4 +234,4 @@ def test_absurd_value_is_refused(
 def test_absurd_number_of_processes_of_a_script_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "script.py").touch()
     refused(tmp_path, "run", "--processes", 100_000, "script.py")
-    assert "E_MACHINE" in capsys.readouterr().err.splitlines()[0]
+    assert "E_MACHINE" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_results_are_those_of_the_whole_batch(
     kind = torch.float64 if dtype == torch.float64 else torch.float32
     own = [leaf(rows.to(dtype), dtype) for rows in whole.split([5, 7])]
     own_affine = [leaf(values.float(), kind) if is_affine else None for values in (weight, bias)]
-    outputs = [output for output, _ in _normalize(AllHere(), [(rows, *own_affine) for rows in own], eps=1e-5)]
+    outputs = _normalize(AllHere(), [(rows, *own_affine, None) for rows in own], eps=1e-5)
     torch.autograd.backward(outputs, [part.to(device, dtype) for part in slope.split([5, 7])])
 
     found = [torch.cat(outputs), torch.cat([rows.grad for rows in own if rows.grad is not None])]

@@ -41,13 +41,13 @@ from samestep.data.batch_plan import (
     unpack,
 )
 from samestep.data.epoch_order import IndexBatch
+from samestep.data.first_batch import CheckingReader
 from samestep.data.sample_reader import (
     Decision,
     Guarded,
     How,
     Reading,
     Request,
-    SampleReader,
     as_it_is,
     init_worker,
     raise_failure,
@@ -176,7 +176,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         self._reads_samples = is_map and self._auto_collation and getattr(loader, "in_order", True)
         self._script_dataset = self._dataset
         if self._reads_samples:
-            self._reader = SampleReader(
+            self._reader = CheckingReader(
                 self._dataset,
                 self._collate_fn,
                 skips=self.state.skips,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pickle
 import select
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from samestep.distributed.signals import die_with_parent
+from samestep.launcher.pickling import pack, unpack
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ def called_in_copy(function: Callable[[], Result], seconds: float) -> Result | N
         os.waitpid(process, 0)
     if not content:
         return None
-    result: Result = pickle.loads(content)
+    result: Result = unpack(content)
     return result
 
 
@@ -73,7 +73,7 @@ def _call(function: Callable[[], object], sender: int, parent: int) -> NoReturn:
         torch.set_num_threads(1)  # the threads of the parent's OpenMP are not in the copy
         positions = _positions()
         try:
-            content = pickle.dumps(function())
+            content = pack(function())
         finally:
             for descriptor, position in positions.items():
                 with suppress(OSError):  # closed since

@@ -102,6 +102,11 @@ def _names_of(function: FunctionType) -> dict[str, Any]:
     return named
 
 
+def _is_of_package(value: Any) -> bool:
+    module = type(value).__module__  # of some classes in C, this is a descriptor
+    return isinstance(module, str) and module.startswith("samestep.")
+
+
 def _is_of_script(function: FunctionType) -> bool:
     return not is_library_file(function.__code__.co_filename)
 
@@ -147,14 +152,19 @@ def _content_of_array(value: numpy.ndarray[Any, Any]) -> Any:
 class ReadState:
     """State of the objects that reads can reach, to be compared with a later one.
 
-    Random generators and positions of files are no part of it.
+    Random generators, positions of files, and objects of this package, such as a cache of decoded
+    images, are no part of it.
 
     Args:
         roots: data sets and functions.
     """
 
     def __init__(self, *roots: Any) -> None:
-        found = [value for value in objects_of(*roots) if not isinstance(value, GENERATORS)]
+        found = [
+            value
+            for value in objects_of(*roots)
+            if not isinstance(value, GENERATORS) and not _is_of_package(value)
+        ]
         # Objects are kept alive, so that no other object has the address of one.
         self._kept = [(value, _content(value)) for value in found]
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
-from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.queues import Queue
 from operator import length_hint
-from types import MethodType
 from typing import Any, Literal, NamedTuple
 
-import numpy
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from samestep.data.batch import Collate
-from samestep.data.batch_plan import Plan, content_of, plan_of
+from samestep.data.batch_plan import Plan, content_of
 from samestep.data.process_copy import called_in_copy
 from samestep.data.read_generators import OwnGenerators, WatchedGenerators, sample_number
-from samestep.data.read_state import ReadState, comparable
 from samestep.distributed.rng import (
     derive_seed,
     generator_state,
@@ -32,22 +26,12 @@ from samestep.distributed.rng import (
 )
 from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError, SamestepError, message_of
-from samestep.microbatches import microbatch_bounds
 
 # `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as
 # torch does, without seeds for the samples; `probe`: hash the samples.
 How = Literal["check", "own", "whole", "plain", "probe"]
 
-MEMORY = "samples depend on those that were read before"
-COLLATE = "the collate function does not keep samples apart"
-COLLATE_DRAWS = "the collate function draws random numbers"
-NO_COPY = "samples cannot be read in a copy of the process"
-_COPY_SECONDS = 60.0
-_CHECKED = 16  # samples of the first batch that are read in a copy of the process
-_SLICES = 4  # in which they are collated
-_PROBES = 8  # samples of the first batch that a resumption reads again
-_COMPARED_ITEMS = 2**16  # of a list, between ranks
-_COMPARED_BYTES = 2**28  # of a tensor or an array
+COPY_SECONDS = 60.0  # in which a copy of the process reads
 
 
 class Request(NamedTuple):
@@ -111,7 +95,7 @@ class Reading(NamedTuple):
     content: int = 0
 
 
-class _Samples(NamedTuple):
+class Samples(NamedTuple):
     """Samples that were read.
 
     Attributes:
@@ -160,10 +144,7 @@ class SampleReader(Dataset[Any]):
                 # For each batch: other loaders of this process can read the same data set in other
                 # epochs.
                 set_epoch(self.dataset, request.seed, request.epoch)
-            if request.how == "check":
-                return self._check(request)
-            readings = {"plain": self._read_plain, "probe": self._probed}
-            return readings.get(request.how, self._read)(request)
+            return self._reading(request)
         except Exception as caught:  # boundary: the loader raises it on all ranks
             error = stopped(caught) if isinstance(caught, StopIteration) else caught
             worker = get_worker_info()
@@ -175,6 +156,10 @@ class SampleReader(Dataset[Any]):
             except Exception:  # boundary: the class is the script's
                 return Reading(None, 0, _without_class(wrapped))
             return Reading(None, 0, wrapped)
+
+    def _reading(self, request: Request) -> Reading:
+        readings = {"plain": self._read_plain, "probe": self._probed}
+        return readings.get(request.how, self._read)(request)
 
     @property
     def generators(self) -> OwnGenerators:
@@ -215,15 +200,15 @@ class SampleReader(Dataset[Any]):
             error.add_note(f"while loading sample {index} of the dataset")
             raise
 
-    def _unseeded(self, request: Request) -> _Samples:
+    def _unseeded(self, request: Request) -> Samples:
         if self._skips:
             return self._one_by_one(request, seeds=False)
         samples = self._plain(request.indices)
-        return _Samples(samples, range(len(request.indices)), [], [False] * len(samples))
+        return Samples(samples, range(len(request.indices)), [], [False] * len(samples))
 
-    def _one_by_one(self, request: Request, *, seeds: bool, watches: bool = False) -> _Samples:
+    def _one_by_one(self, request: Request, *, seeds: bool, watches: bool = False) -> Samples:
         """Read each sample, with generators that are seeded by (seed, epoch, index, repeat)."""
-        read = _Samples([], [], [], [])
+        read = Samples([], [], [], [])
         positions = []
         for position, index in enumerate(request.indices):
             if seeds:
@@ -250,27 +235,6 @@ class SampleReader(Dataset[Any]):
         seed_generators(seed)
         self.generators.seed(seed)
 
-    def _check(self, request: Request) -> Reading:
-        """Read a whole batch, and decide how others are read.
-
-        The decision is made in copies of the process, so that data sets and functions with a memory
-        see each sample once, as in a plain loop.
-        """
-        part = _first_of(request)
-        decision = called_in_copy(partial(self._decided, part), _COPY_SECONDS)
-        if decision is not None and decision.how == "check":
-            # In a new copy, in which the data set has not seen the samples.
-            seeded = part._replace(draws=decision.draws)
-            decision = called_in_copy(partial(self._decided, seeded), _COPY_SECONDS)
-        if decision is None:
-            decision = Decision("plain", draws=False, reason=NO_COPY)
-        if decision.how == "plain":
-            reading = self._read_plain(request)
-        else:
-            reading = self._read(request._replace(draws=decision.draws))
-        content = content_of([reading.data, *_values_of_samples(self.dataset)])
-        return reading._replace(decision=decision, content=content)
-
     def _read_plain(self, request: Request) -> Reading:
         read = self._unseeded(request)
         data = None
@@ -286,111 +250,8 @@ class SampleReader(Dataset[Any]):
                 samples = self._one_by_one(request, seeds=request.draws).samples
             return list(map(content_of, samples))
 
-        hashes = called_in_copy(read, _COPY_SECONDS) or read()
+        hashes = called_in_copy(read, COPY_SECONDS) or read()
         return Reading(hashes, len(hashes))
-
-    # --- decisions, in a copy of the process ---
-
-    def _decided(self, request: Request) -> Decision:
-        """Return how other batches than the first one are read."""
-        decision = None
-        read, draws = self._first_read(request)
-        if draws and not request.draws:
-            return Decision("check", draws=True)
-        if read is not None and read.samples:
-            decision = self._decided_by_collation(request, read)
-        elif read is not None:
-            decision = Decision("whole", request.draws, reason=COLLATE)
-        return decision or Decision("plain", draws=False, reason=MEMORY)
-
-    def _first_read(self, request: Request) -> tuple[_Samples | None, bool]:
-        """Return the samples, and whether they draw random numbers.
-
-        None for samples that depend on those that were read before.
-        """
-        begin = ReadState(self.dataset, self._collate)
-        states = self._states()
-        if not request.draws:
-            read = self._unseeded(request)
-        elif self._reads_apart(request):
-            read = self._one_by_one(request, seeds=True, watches=True)
-        else:
-            return None, True
-        generators = OwnGenerators(self.dataset, self._collate)
-        draws = self._states() != states or bool(generators)
-        # A generator that a read has made cannot be seeded for the first sample.
-        has_made = not self.generators.are(generators)
-        has_others = len(read.positions) != len(read.samples)  # of the data set's choice
-        if has_made or has_others or not self._are_repeated(request, read, begin):
-            return None, draws
-        return read, draws
-
-    def _decided_by_collation(self, request: Request, read: _Samples) -> Decision | None:
-        """Return how batches are read; None if they depend on those that were made before."""
-        probe = _probe(request, read)
-        samples = [_own(sample) for sample in read.samples]
-        begin = ReadState(self.dataset)
-        self._seed("collate", request, 0)
-        states = self._states()
-        first = self._collate(read.samples)
-        draws = self._states() != states
-        end = ReadState(self._collate)
-        # Another batch between equal ones: the function can mix a batch with the one before.
-        self._collated(request, [_own(sample) for sample in reversed(samples)])
-        again = self._collated(request, [_own(sample) for sample in samples])
-        has_changed_samples = ReadState(self.dataset).differs(begin)  # which the data set keeps
-        is_repeated = comparable(first, again) and not ReadState(self._collate).differs(end)
-        if has_changed_samples or not is_repeated:
-            return None
-        if draws:
-            return Decision("whole", draws=True, reason=COLLATE_DRAWS, probe=probe)
-        plan = self._plan_of(first, samples, is_part=bool(read.skipped))
-        # After parts: the function can write each batch into the same memory.
-        last = self._collated(request, samples)
-        if not comparable(again, last) or ReadState(self._collate).differs(end):
-            return None
-        if plan is None:
-            return Decision("whole", request.draws, reason=COLLATE, probe=probe)
-        return Decision("own", request.draws, plan, probe=probe)
-
-    def _reads_apart(self, request: Request) -> bool:
-        """Whether `__getitems__` reads a sample as it does in a batch, with the same draws."""
-        if self._skips or not hasattr(self.dataset, "__getitems__"):
-            return True
-        first = []
-        for indices in (request.indices, request.indices[:1]):
-            self._seed("sample", request, 0)
-            first.append(self._plain(indices)[:1])
-        return comparable(*first)
-
-    def _are_repeated(self, request: Request, read: _Samples, begin: ReadState) -> bool:
-        """Whether samples are the same, and draw again, when they are read in another order.
-
-        Args:
-            request: the request of the samples.
-            read: the samples.
-            begin: state of the data set before their first reading.
-        """
-        if not read.samples:
-            return True
-        end = ReadState(self.dataset, self._collate)
-        last = len(read.samples) - 1
-        # The last one again at the end: the data set can keep it, or the file that contains it.
-        numbers = [*range(last)[::-1], last]
-        if not end.differs(begin) and not request.draws:
-            numbers = [last // 2, 0, last]
-        for number in numbers:
-            position = read.positions[number]
-            if request.draws:
-                self._seed("sample", request, position)
-            before = self._states()
-            again = self._plain([request.indices[position]])
-            # A cache of augmented samples draws in the first read only: its samples are those of
-            # the epoch in which this process has read them first.
-            has_drawn = self._states() != before
-            if not comparable([read.samples[number]], again) or has_drawn != read.drew[number]:
-                return False
-        return not ReadState(self.dataset, self._collate).differs(end)
 
     def _states(self) -> tuple[Any, list[str]]:
         return generator_state(), self.generators.states()
@@ -401,83 +262,6 @@ class SampleReader(Dataset[Any]):
             return None
         self._seed("collate", request, 0)
         return self._collate(samples)
-
-    def _plan_of(self, data: Any, samples: list[Any], *, is_part: bool) -> Plan | None:
-        """Return how a batch is put together from collated parts; None if it is not."""
-        # A padding collate function can agree in slices by chance: also each sample alone.
-        ways = [[(position, position + 1) for position in range(len(samples))]]
-        if not is_part:
-            ways.insert(0, microbatch_bounds(len(samples), min(_SLICES, len(samples))))
-        plan = None
-        for bounds in ways:
-            try:
-                parts = [
-                    self._collate([_own(sample) for sample in samples[start:stop]])
-                    for start, stop in bounds
-                ]
-                plan = plan_of(data, parts, [stop - start for start, stop in bounds])
-            except Exception:  # boundary: the function collates whole batches only
-                return None
-            if plan is None:
-                break
-        return plan
-
-
-def _first_of(request: Request) -> Request:
-    """Return a request of the first samples of a batch."""
-    repeats = request.repeats
-    if repeats is not None:
-        repeats = repeats[:_CHECKED]
-    return request._replace(indices=request.indices[:_CHECKED], repeats=repeats)
-
-
-def _values_of_samples(dataset: Any) -> Iterator[Any]:
-    """Yield values in memory with one entry per sample: tensors, arrays, and lists of numbers.
-
-    Lists that are data sets too, with their texts; other texts can be paths of a machine.
-    """
-    for part in _datasets(dataset):
-        if isinstance(part, list | tuple):
-            yield part[:: len(part) // _COMPARED_ITEMS + 1]
-        elif isinstance(getattr(part, "__len__", None), MethodType):
-            held: Any = getattr(part, "__dict__", {}).values()
-            if isinstance(part, TensorDataset):
-                held = part.tensors
-            for value in held:
-                yield from _compared(value, len(part))
-
-
-def _compared(value: Any, size: int) -> Iterator[Any]:
-    if isinstance(value, list) and len(value) == size:
-        if all(isinstance(one, int | float) for one in value):
-            yield value
-    elif isinstance(value, torch.Tensor | numpy.ndarray) and value.shape[:1] == (size,):
-        yield value[:: value.nbytes // _COMPARED_BYTES + 1]
-
-
-def _probe(request: Request, read: _Samples) -> dict[str, Any]:
-    """Return hashes of up to `_PROBES` samples of a batch, and the facts that they depend on."""
-    repeats = request.repeats or [0] * len(request.indices)
-    numbers = [
-        number
-        for number, position in enumerate(read.positions)
-        if type(request.indices[position]) in (int, str) and not repeats[position]
-    ]
-    numbers = numbers[:: max(1, len(numbers) // _PROBES)]
-    return {
-        "seed": request.seed,
-        "epoch": request.epoch,
-        "draws": request.draws,
-        "indices": [request.indices[read.positions[number]] for number in numbers],
-        "hashes": [content_of(read.samples[number]) for number in numbers],
-    }
-
-
-def _own(sample: Any) -> Any:
-    """Return a sample that a collate function can change without an effect on the other one."""
-    if isinstance(sample, dict | list | UserDict):
-        return copy.copy(sample)
-    return sample
 
 
 def raise_failure(failure: Any) -> None:
@@ -525,7 +309,7 @@ def as_it_is(data: Any) -> Any:
 
 def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
     """Call `set_epoch` of a data set, if it has one, with seeded generators."""
-    methods: list[Any] = [getattr(part, "set_epoch", None) for part in _datasets(dataset)]
+    methods: list[Any] = [getattr(part, "set_epoch", None) for part in datasets_of(dataset)]
     hooks = [method for method in methods if callable(method)]
     if hooks:
         with preserved_generators():
@@ -534,13 +318,13 @@ def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
                 hook(epoch)
 
 
-def _datasets(dataset: Any) -> Iterator[Any]:
+def datasets_of(dataset: Any) -> Iterator[Any]:
     """Yield a data set, or those that torch's `Subset` and `ConcatDataset` combine."""
     if isinstance(dataset, Subset):
-        yield from _datasets(dataset.dataset)
+        yield from datasets_of(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
         for part in dataset.datasets:
-            yield from _datasets(part)
+            yield from datasets_of(part)
     else:
         yield dataset
 

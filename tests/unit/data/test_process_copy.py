@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def _fail() -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [_fail, lambda: lambda: None, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: time.sleep(100)]
+    "function", [_fail, threading.Lock, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: time.sleep(100)]
 )
 def test_result_of_a_failed_copy_is_none(function: Any) -> None:
     children = _children()
