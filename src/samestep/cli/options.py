@@ -234,7 +234,7 @@ class SetOption:
 
     overrides: Sequence[str] = argument(
         "KEY=VALUE",
-        "settings of the recipe, such as epochs=5 or lr=0.05; or a file or folder, its data",
+        "settings of the recipe, such as epochs=5 or lr=0.05; or a file or folder with data",
         nargs="*",
         default=(),
     )

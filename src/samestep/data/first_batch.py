@@ -162,7 +162,7 @@ class CheckingReader(SampleReader):
                 self._seed("sample", request, position)
             before = self._states()
             again = self._plain([request.indices[position]])
-            # A cache of augmented samples draws in the first read only: its samples are those of
+            # A cache of augmented samples draws in the first read only: samples are those of
             # the epoch in which this process has read them first.
             has_drawn = self._states() != before
             if not comparable([read.samples[number]], again) or has_drawn != read.drew[number]:

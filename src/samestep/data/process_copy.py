@@ -26,10 +26,10 @@ def called_in_copy(function: Callable[[], Result], seconds: float) -> Result | N
     """Return what a function returns in a forked process; None if it fails there.
 
     The function may read files and call code of the script. It must not use a GPU or other ranks.
-    Its output is dropped, and positions in open files are restored.
+    Output is dropped, and positions in open files are restored.
 
     Args:
-        function: its result is pickled.
+        function: the result is pickled.
         seconds: time after which the process is killed: a lock of another thread can be held in it
             forever.
     """

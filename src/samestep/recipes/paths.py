@@ -9,7 +9,7 @@ from samestep.config import Recipe
 from samestep.config.key_suggestions import nearest_path
 from samestep.errors import RecipeError
 
-# Data that need a path: its kind, and what is there.
+# Data that need a path: the kind of path, and what is there.
 _PATHS = {
     "images": ("folder", "data.options.path is a folder of class folders"),
     "image_list": ("file", "data.options.path is a table"),

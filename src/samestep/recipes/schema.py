@@ -15,7 +15,7 @@ _ATTRIBUTE = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """Return the descriptions of the fields of a class by name, from its docstrings."""
+    """Return the descriptions of the fields of a class by name, from docstrings."""
     documents = [base.__dict__.get("__doc__") or "" for base in reversed(kind.__mro__)]
     matches = [match for document in documents for match in _ATTRIBUTE.findall(document)]
     return {name: " ".join(text.split()) for name, text in matches}

@@ -38,7 +38,7 @@ def apply_setting(data: dict[str, Any], setting: str) -> tuple[str, str]:
     """Set a key of plain data, and return the full key and the text of the value.
 
     Raises:
-        RecipeError: the setting is not `key=value`, its value is not YAML, or its key is unclear.
+        RecipeError: the setting is not `key=value`, the value is not YAML, or the key is unclear.
     """
     from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
 
