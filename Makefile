@@ -5,8 +5,9 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # No --name: every demo is a new run.
 DEMO ?= train digits --processes auto
 KILLS ?= 100
-# Of the soak: parts, pipeline or launcher (tests/helpers/soak.py).
+# Of the soak: parts, pipeline or launcher; recipe, loop or script (tests/helpers/soak.py).
 MODE ?= parts
+SUBJECT ?= recipe
 RESULTS ?= benchmarks/results
 PLAIN_LOOP ?=
 STARTUP ?= --repeats 5
@@ -44,7 +45,7 @@ faults: .venv/.installed
 
 # Kills a run at random moments; about four seconds per kill.
 soak: .venv/.installed
-	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS) --mode $(MODE)
+	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS) --mode $(MODE) --subject $(SUBJECT)
 
 # Runs all scripts of tests/plain_loop on 1 to 4 processes, and under exact on up to 8; PLAIN_LOOP="NAME" runs one.
 plain-loop: .venv/.installed

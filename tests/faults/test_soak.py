@@ -7,10 +7,17 @@ import pytest
 from helpers.soak import soak
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "subject",
+    [
+        pytest.param("recipe", marks=pytest.mark.long),
+        pytest.param("loop", marks=pytest.mark.long),
+        pytest.param("script", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.timeout(300)
-def test_killed_at_random_the_run_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    done = soak(5, seed=1, place=tmp_path)
+def test_killed_at_random_a_run_ends_with_the_weights_of_an_uninterrupted_one(subject: str, tmp_path: Path) -> None:
+    done = soak(5, seed=1, place=tmp_path, subject=subject)
     assert sum(done.kills.values()) == 5
 
 

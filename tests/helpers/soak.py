@@ -1,8 +1,12 @@
-"""Kills a run of `digits` at random moments; in the end its weights equal those of an uninterrupted run.
+"""Kills a run at random moments, and resumes it on other numbers of processes.
 
-make soak KILLS=100
-make soak KILLS=100 MODE=pipeline   stops it in `samestep ... 2>&1 | tee log` by Ctrl-C, SIGTERM and SIGHUP
-make soak KILLS=20 MODE=launcher    kills the launcher of a rank that is stopped or in C code
+In the end, weights and optimizer state equal those of an uninterrupted run.
+
+make soak KILLS=100                    the recipe `digits`
+make soak KILLS=100 SUBJECT=loop       an own loop with a `CheckpointManager`
+make soak KILLS=100 SUBJECT=script     an unchanged script that saves all of its state with `os.replace`
+make soak KILLS=100 MODE=pipeline      stops it in `samestep ... 2>&1 | tee log` by Ctrl-C, SIGTERM and SIGHUP
+make soak KILLS=20 MODE=launcher       kills the launcher of a rank that is stopped or in C code
 """
 
 import argparse
@@ -32,6 +36,70 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 0.3, 60.0
 SAVING = ("--checkpoint-every", 1, "--max-lost-work", "1s")
 
 
+class Recipe:
+    """A run of `digits` in a folder."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.run = place / "runs/soaked"
+        place.mkdir(exist_ok=True)
+
+    def begin(self) -> tuple[object, ...]:
+        """Return the arguments that resume the run; without a checkpoint, remove the run and start it."""
+        if any(self.run.glob("checkpoints/step-*")):
+            return ("resume", self.run)
+        shutil.rmtree(self.run, ignore_errors=True)
+        return ("train", *RECIPE, "--name", self.run.name)
+
+    def steps(self) -> int:
+        """Return the number of steps that were taken, also those that were taken again."""
+        return len(events(self.run, "step"))
+
+    def result(self) -> str:
+        """Return the SHA-256 of the weights and of the optimizer state."""
+        return " ".join(weights(self.run))
+
+    def forget(self) -> None:
+        """Remove the run."""
+        shutil.rmtree(self.run)
+
+
+class Script(Recipe):
+    """A script in a folder, which resumes by itself."""
+
+    options: tuple[str, ...] = ("--exact",)
+    source = "soaked_script.py"
+
+    def begin(self) -> tuple[object, ...]:
+        """Return the arguments that start or resume the script."""
+        shutil.copy(Path(__file__).with_name(self.source), self.place / "train.py")
+        return ("run", *self.options, "train.py")
+
+    def steps(self) -> int:
+        """Return the number of steps that were taken, also those that were taken again."""
+        file = self.place / "steps.txt"
+        return len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+
+    def result(self) -> str:
+        """Return the SHA-256 that the script has written."""
+        return (self.place / "result.txt").read_text(encoding="utf-8")
+
+    def forget(self) -> None:
+        """Remove the files of the script."""
+        shutil.rmtree(self.place)
+        self.place.mkdir()
+
+
+class Loop(Script):
+    """An own loop, which asks for `exact` itself."""
+
+    options = ()
+    source = "soaked_loop.py"
+
+
+SUBJECTS = {"recipe": Recipe, "loop": Loop, "script": Script}
+
+
 @dataclass
 class Soak:
     """One run that is killed over and over.
@@ -40,22 +108,31 @@ class Soak:
         left: how many kills there are to come.
         finished: how many runs came to their end, with the right weights, before the last kill.
         kills: number of kills by target.
+        resizes: number of starts on another number of processes than before.
     """
 
-    place: Path
+    subject: Recipe
     chance: random.Random
     left: int
     finished: int = 0
     kills: dict[str, int] = field(default_factory=dict)
+    resizes: int = 0
+    _processes: int = 0
+
+    def _resized(self, most: int) -> int:
+        processes = self.chance.randint(1, most)
+        self.resizes += self._processes not in (0, processes)
+        self._processes = processes
+        return processes
 
     def once(self) -> bool:
         """Start or resume the run on a random number of processes and kill parts of it; whether it came to its end."""
-        run = self.place / "runs/soaked"
-        begin, processes = self._begin(run), self.chance.randint(1, 4)
-        restarts = self.chance.choice((0, 2))
-        machine = ("--processes", processes, "--max-restarts", restarts)
-        with Running(*begin, *machine, *SAVING, cwd=self.place) as running:
-            while self.left and self._got_on(running, run):
+        command, *begin = self.subject.begin()
+        options: tuple[object, ...] = ("--processes", self._resized(4))
+        if command != "run":
+            options += ("--max-restarts", self.chance.choice((0, 2)), *SAVING)
+        with Running(command, *options, *begin, cwd=self.subject.place) as running:
+            while self.left and self._got_on(running):
                 time.sleep(self.chance.random() * 0.1)
                 self._kill(running)
             done = running.wait(60)
@@ -65,25 +142,19 @@ class Soak:
         assert done.code != 1 or done.err.count("\nerror: ") + done.err.startswith("error: ") == 1, done.err
         return done.code == 0
 
-    def _begin(self, run: Path) -> tuple[object, ...]:
-        """Return the arguments that resume the run; without a checkpoint, remove the run and start it."""
-        if any(run.glob("checkpoints/step-*")):
-            return ("resume", run)
-        shutil.rmtree(run, ignore_errors=True)
-        return ("train", *RECIPE, "--name", run.name)
-
     def once_in_pipeline(self) -> bool:
         """Stop a pipeline with the run at a random moment; whether the run came to its end.
 
         The only checkpoint within an epoch is that of the stop: a step that it lacks is lost work.
         """
-        run = self.place / "runs/soaked"
-        begin = self._begin(run)
-        (self.place / CODE).unlink(missing_ok=True)
-        with pipeline(*begin, "--processes", self.chance.randint(1, 3), cwd=self.place) as running:
+        place = self.subject.place
+        run = self.subject.run
+        begin = self.subject.begin()
+        (place / CODE).unlink(missing_ok=True)
+        with pipeline(*begin, "--processes", self._resized(3), cwd=place) as running:
             if self.chance.random() < START_UP_SHARE:
                 time.sleep(self.chance.random() * START_UP_SECONDS)
-            elif self._got_on(running, run):
+            elif self._got_on(running):
                 time.sleep(self.chance.random() * 0.1)
             if running.is_running():
                 number = self.chance.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
@@ -92,20 +163,21 @@ class Soak:
                 self.kills[number.name] = self.kills.get(number.name, 0) + 1
             running.wait(60)
             until(lambda: not running.processes(), "no process is left", 20)
-        if not (self.place / CODE).exists():
+        if not (place / CODE).exists():
             return False  # the shell was ended before it started the command
-        code, log = exit_code(self.place), (self.place / "log").read_text(encoding="utf-8")
+        code = exit_code(place)
+        log = (place / "log").read_text(encoding="utf-8")
         assert code in ENDS_IN_PIPELINE, f"{code}\n{log}"
         steps = [event["step"] for event in events(run, "step")]
         assert not steps or steps_saved(run)[-1:] == steps[-1:], f"work is lost: {steps[-1]}, {steps_saved(run)}\n{log}"
         return code == 0
 
-    def _got_on(self, running: Running, run: Path) -> bool:
+    def _got_on(self, running: Running) -> bool:
         """Wait for a few steps more; whether it still runs then, in spite of the kill before."""
-        until_step = len(events(run, "step")) + self.chance.randint(0, 3)
+        until_step = self.subject.steps() + self.chance.randint(0, 3)
         begun = time.monotonic()
         while running.is_running():
-            if len(events(run, "step")) >= until_step and time.monotonic() - begun > SHORTEST_SECONDS:
+            if self.subject.steps() >= until_step and time.monotonic() - begun > SHORTEST_SECONDS:
                 return True
             assert time.monotonic() - begun < LONGEST_SECONDS, "it neither ends nor gets on"
             time.sleep(0.005)
@@ -124,30 +196,33 @@ class Soak:
         self.kills[what] = self.kills.get(what, 0) + 1
 
 
-def soak(kills: int, seed: int, place: Path, *, in_pipeline: bool = False) -> Soak:
+def soak(kills: int, seed: int, place: Path, *, subject: str = "recipe", in_pipeline: bool = False) -> Soak:
     """Kill a run so many times, let it end, and compare. A run that ends before is followed by another.
 
     Raises:
         AssertionError: weights or optimizer state differ from those of an uninterrupted run.
     """
-    done = samestep("train", *RECIPE, "--name", "whole", "--processes", 2, cwd=place, timeout=300)
-    assert done.code == 0, done.err
-    run, whole = place / "runs/soaked", place / "runs/whole"
-    soaked = Soak(place, random.Random(seed), kills)
+    whole = SUBJECTS[subject](place / "whole")
+    _run_whole(whole, processes=2)
+    soaked = Soak(SUBJECTS[subject](place / "soaked"), random.Random(seed), kills)
     once = soaked.once_in_pipeline if in_pipeline else soaked.once
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("kills", total=kills)
         while soaked.left:
             if once():
-                assert weights(run) == weights(whole)
+                assert soaked.subject.result() == whole.result()
                 soaked.finished += 1
-                shutil.rmtree(run)
+                soaked.subject.forget()
             progress.update(task, completed=kills - soaked.left)
-    begin = soaked._begin(run)
-    done = samestep(*begin, "--processes", 3, cwd=place, timeout=300)
-    assert done.code == 0, done.err
-    assert weights(run) == weights(whole)
+    _run_whole(soaked.subject, processes=3)
+    assert soaked.subject.result() == whole.result()
     return soaked
+
+
+def _run_whole(subject: Recipe, processes: int) -> None:
+    command, *begin = subject.begin()
+    done = samestep(command, "--processes", processes, *begin, cwd=subject.place)
+    assert done.code == 0, done.err
 
 
 def soak_launcher(kills: int, seed: int, place: Path) -> None:
@@ -165,6 +240,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and targets of kills")
     parser.add_argument("--mode", choices=("parts", "pipeline", "launcher"), default="parts")
+    parser.add_argument("--subject", choices=SUBJECTS, default="recipe")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
@@ -172,13 +248,14 @@ def main() -> None:
             soak_launcher(arguments.kills, arguments.seed, Path(place))
             print(f"{arguments.kills} kills of a launcher, no process left, {time.monotonic() - began:.0f} s")
             return
-        soaked = soak(arguments.kills, arguments.seed, Path(place), in_pipeline=arguments.mode == "pipeline")
-        model, _ = weights(Path(place) / "runs/soaked")
+        in_pipeline = arguments.mode == "pipeline"
+        soaked = soak(arguments.kills, arguments.seed, Path(place), subject=arguments.subject, in_pipeline=in_pipeline)
+        result = soaked.subject.result()
     counts = ", ".join(f"{name} {count}" for name, count in sorted(soaked.kills.items()))
-    print(
-        f"{sum(soaked.kills.values())} kills ({counts}) of {soaked.finished + 1} runs, {time.monotonic() - began:.0f} s"
-    )
-    print(f"model.safetensors equal to that of an uninterrupted run: {model}")
+    kills = sum(soaked.kills.values())
+    seconds = time.monotonic() - began
+    print(f"{arguments.subject}: {kills} kills ({counts}), {soaked.resizes} resizes, {seconds:.0f} s")
+    print(f"{soaked.finished + 1} runs, each equal to an uninterrupted one: {result}")
 
 
 if __name__ == "__main__":
