@@ -32,7 +32,7 @@ from samestep.errors import SamestepError
 from samestep.launcher.launch import start_server
 
 TESTS = Path(__file__).parents[1]
-TIMEOUT = 400  # seconds of a call
+TIMEOUT = 500  # seconds of a call
 
 
 class _Duplicate:

@@ -35,7 +35,8 @@ from samestep.errors import DataError
 from samestep.launcher.job import process_state
 from samestep.view.rows import gathered
 
-pytestmark = pytest.mark.slow  # several ranks, with workers
+# Several ranks, with workers, which can take minutes on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SAMPLES, BATCH = 44, 8
 Point = namedtuple("Point", ["image", "label"])  # of a script
@@ -521,8 +522,8 @@ Found = dict[str, list[Any]]
 SETTINGS = [
     (2, 2),
     (2, 0),
-    pytest.param(3, 2, marks=pytest.mark.slow),
-    *(pytest.param(*setting, marks=pytest.mark.long) for setting in ((1, 0), (1, 2), (3, 0))),
+    (3, 0),
+    *(pytest.param(*setting, marks=pytest.mark.long) for setting in ((1, 0), (1, 2), (3, 2))),
 ]
 KINDS = ["tuple", "dict", "named", "text", "large", "several", "popping"]
 DRAWING = ["drawing", "drawing rarely", "owning", "global generator"]
@@ -605,12 +606,12 @@ def test_loaders_of_torch_keep_their_order_and_generator(kind: str, size: int, w
 @pytest.mark.slow
 def test_an_index_that_comes_twice_is_drawn_twice() -> None:
     contents = [
-        one["content"] for size, workers in ((2, 0), (3, 2)) for one in found(size, workers)["weighted drawing"]
+        one["content"] for size, workers in ((2, 0), (3, 0)) for one in found(size, workers)["weighted drawing"]
     ]
     assert len(set(contents)) == 1
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 3))])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(1, marks=pytest.mark.long)])
 def test_data_sets_with_a_memory_are_read_as_by_torch(size: int) -> None:
     reason = "samples depend on those that were read before"
     results = found(size, 0)
