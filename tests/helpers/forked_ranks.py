@@ -163,6 +163,7 @@ def _run(module: Any, job: Job) -> str:
 
 def _serve(module: str, jobs: Connection, output: int, variables: dict[str, str]) -> None:
     """Run jobs until the connection is closed."""
+    multiprocessing.set_start_method(None, force=True)  # workers of loaders start as in plain Python
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -484,7 +484,9 @@ def run(workers: int) -> dict[str, list[Any]]:
         "made again": _made_again,
     }
     checks |= {name: lambda name=name: _stopping(workers, **STOPS[name]) for name in STOPS}  # type: ignore[misc]
-    if workers == 0:
+    if workers:
+        checks = {name: checks[name] for name in [*WITH_WORKERS, *STOPS]}
+    else:
         checks |= {name: lambda make=make: _compare_with_memory(make) for name, make in MEMORIES.items()}  # type: ignore[misc]
         checks["into a buffer"] = lambda: _compare(Points(), workers, collate_fn=IntoBuffer())
     return run_checks(checks)
@@ -519,12 +521,27 @@ def _stopping(workers: int, **options: Any) -> str:
 
 
 Found = dict[str, list[Any]]
-SETTINGS = [
-    (2, 2),
-    (2, 0),
-    (3, 0),
-    *(pytest.param(*setting, marks=pytest.mark.long) for setting in ((1, 0), (1, 2), (3, 2))),
+# Each check with workers starts eight processes.
+WITH_WORKERS = [
+    *("tuple", "large", "late padding", "mixing at random", "drawing", "drawing rarely"),
+    *("shuffled", "weighted", "subclass", "single", "resumed", "skipping"),
+    *("broken", "broken once", "broken on the last rank"),
 ]
+
+
+def settings(*kinds: str) -> Any:
+    """Return the parameters kind, number of ranks, and workers of each rank."""
+    frequent = [(kind, *setting) for setting in ((2, 0), (2, 2), (3, 0)) for kind in kinds]
+    rare = [(kind, *setting) for setting in ((1, 0), (1, 2), (3, 2)) for kind in kinds]
+    parameters = [*frequent, *(pytest.param(*one, marks=pytest.mark.long) for one in rare)]
+    chosen = [one for one in parameters if _has(*getattr(one, "values", one))]
+    return pytest.mark.parametrize(("kind", "size", "workers"), chosen)
+
+
+def _has(kind: str, _: int, workers: int) -> bool:
+    return workers == 0 or kind in WITH_WORKERS
+
+
 KINDS = ["tuple", "dict", "named", "text", "large", "several", "popping"]
 DRAWING = ["drawing", "drawing rarely", "owning", "global generator"]
 WHOLE = ["padding", "late padding", "mixing", "mixing at random"]
@@ -556,8 +573,7 @@ def reads_of(by_rank: list[Any]) -> list[int]:
     return [sum(reads) for reads in zip(*(one["reads"] for one in by_rank), strict=True)][BATCH:]
 
 
-@pytest.mark.parametrize(("size", "workers"), SETTINGS)
-@pytest.mark.parametrize("kind", KINDS)
+@settings(*KINDS)
 def test_batches_are_those_of_torch_and_each_sample_is_read_once(kind: str, size: int, workers: int) -> None:
     by_rank = found(size, workers)[kind]
     assert [one["torch"] for one in by_rank] == [True] * size
@@ -567,8 +583,7 @@ def test_batches_are_those_of_torch_and_each_sample_is_read_once(kind: str, size
         assert any(0 in one["reads"] for one in by_rank)
 
 
-@pytest.mark.parametrize(("size", "workers"), SETTINGS)
-@pytest.mark.parametrize("kind", DRAWING)
+@settings(*DRAWING)
 def test_draws_are_a_function_of_the_sample(kind: str, size: int, workers: int) -> None:
     by_rank = found(size, workers)[kind]
     other = found(2, 0)[kind]
@@ -578,8 +593,7 @@ def test_draws_are_a_function_of_the_sample(kind: str, size: int, workers: int) 
     assert sum(reads_of(by_rank)) <= 2 * (SAMPLES - BATCH) + late * size
 
 
-@pytest.mark.parametrize(("size", "workers"), SETTINGS)
-@pytest.mark.parametrize("kind", WHOLE)
+@settings(*WHOLE)
 def test_batches_are_whole_if_samples_are_not_apart(kind: str, size: int, workers: int) -> None:
     by_rank = found(size, workers)[kind]
     assert [one["content"] for one in by_rank] == [found(2, 0)[kind][0]["content"]] * size
@@ -593,8 +607,7 @@ def test_batches_are_whole_if_samples_are_not_apart(kind: str, size: int, worker
     assert [one["decision"] for one in by_rank] == [how] * size
 
 
-@pytest.mark.parametrize(("size", "workers"), SETTINGS)
-@pytest.mark.parametrize("kind", OF_TORCH)
+@settings(*OF_TORCH)
 def test_loaders_of_torch_keep_their_order_and_generator(kind: str, size: int, workers: int) -> None:
     by_rank = found(size, workers)[kind]
     assert [(one["torch"], one["generator"]) for one in by_rank] == [(True, True)] * size
@@ -626,16 +639,16 @@ def test_end_of_an_iterator_in_a_sample_is_an_error(size: int, workers: int) -> 
     assert {name: found(size, workers)[name] for name in STOPS} == dict.fromkeys(STOPS, ["E_DATA"] * size)
 
 
-@pytest.mark.parametrize(("size", "workers"), SETTINGS)
-def test_order_of_torch_resumes_within_an_epoch(size: int, workers: int) -> None:
-    assert found(size, workers)["resumed"] == [[[0, 3 * BATCH], True]] * size
+@settings("resumed")
+def test_order_of_torch_resumes_within_an_epoch(kind: str, size: int, workers: int) -> None:
+    assert found(size, workers)[kind] == [[[0, 3 * BATCH], True]] * size
 
 
-@pytest.mark.parametrize(("size", "workers"), SETTINGS)
-def test_unusable_samples_are_left_out(size: int, workers: int) -> None:
+@settings("skipping")
+def test_unusable_samples_are_left_out(kind: str, size: int, workers: int) -> None:
     usable = [index for index in range(SAMPLES) if index not in (3, 17) and not 24 <= index < 32]
     labels = [[index for index in usable if index // BATCH == batch] for batch in range(6) if batch != 3]
-    assert found(size, workers)["skipping"] == [[labels, [1, 0], 10]] * size
+    assert found(size, workers)[kind] == [[labels, [1, 0], 10]] * size
 
 
 @pytest.mark.parametrize(("size", "workers"), [(2, 0), (2, 2)])
