@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +51,19 @@ def torch_environment(state_folder: None) -> None:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing(torch_environment: None, state_folder: None) -> Iterator[None]:
+def fork_server(torch_environment: None) -> Iterator[None]:
+    """Start the fork server again after a test that has ended it, so that ranks write to the files of the tests."""
+    server: Any = forkserver._forkserver
+    before = server._forkserver_pid
+    yield
+    with output_to_files():
+        if server._forkserver_pid != before:
+            server._stop()
+        start_server()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(fork_server: None, state_folder: None) -> Iterator[None]:
     """Fail a test that leaves an environment variable, a thread, a process, a mode or a process group behind."""
     before = snapshot()
     yield
