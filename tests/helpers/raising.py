@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from samestep.zoo.losses import cross_entropy
 from samestep.zoo.splits import Splits
 
 _CALL = 2  # of the loss in a process, one per step: the runs before it have saved one step more each
-_SAMPLE = 27  # number of a sample since the start of a loader worker: after the first batch, which is read three times
+# Number of a sample since the start of a loader worker: after the first batch, which copies of the worker read too.
+_SAMPLE = 18
 _calls: list[int] = []
 FORGED = "error: rank 7 failed: all weights are lost [E_FORGED]"
 
@@ -109,11 +111,10 @@ _WORKER_FAULTS: dict[str, Callable[[], None]] = {
 class Indexed(recorded.Indexed):
     """Dataset with faults in a loader worker."""
 
-    _calls = 0
+    _calls = count(1)  # not a number, which would be a memory of the data set
 
     def __getitem__(self, index: int) -> Any:
-        self._calls += 1
-        is_due = get_worker_info() is not None and self._calls == _SAMPLE
+        is_due = next(self._calls) == _SAMPLE and get_worker_info() is not None
         fault = faulty.take_fault(set(_WORKER_FAULTS)) if is_due else None
         if fault is None:
             return super().__getitem__(index)
