@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.system import events, samestep
+from helpers.system import Running, events
 from samestep.config import RunOptions
 from samestep.errors import RecipeError
 from samestep.loggers.trackers import create_loggers
@@ -30,10 +30,12 @@ def test_unknown_logger_lists_those_of_packages(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_run_with_the_logger_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{PACKAGE}:{Path(__file__).parents[3] / 'src'}")
+def test_run_with_the_logger_of_a_package(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[2]
+    variables = {"PYTHONPATH": f"{PACKAGE}:{tests.parent / 'src'}:{tests}"}
     options = ("--loggers", "jsonl,csv", "--name", "a", "--processes", 2)
-    done = samestep("train", RECIPE, "epochs=2", *options, cwd=tmp_path)
+    with Running("train", RECIPE, "epochs=2", *options, cwd=tmp_path, variables=variables) as running:
+        done = running.wait(120)
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "a"
     lines = (run / "metrics.csv").read_text(encoding="utf-8").splitlines()
