@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -427,14 +427,7 @@ def all_gather(value: Any, world: World | None = None) -> list[Any]:
         PeerLostError: another rank ended.
     """
     values = collectives.all_gather(value, world or init())
-    if isinstance(value, torch.Tensor):
-        kinds = {(one.dtype, one.shape) for one in values}
-        is_equal = len(kinds) == 1 and all(torch.equal(value, one) for one in values)
-    else:
-        is_number = type(value) in (int, float) and value != 0  # sums of zeros are right
-        is_equal = is_number and values.count(value) == len(values)
-    if is_equal:
-        _note_equal_values("all_gather")
+    _note_equal_values("all_gather", partial(_are_equal, values))
     return values
 
 
@@ -464,17 +457,30 @@ def reduce_dict(
     world = world or init()
     results = collectives.reduce_dict(values, world, count=count, reduce=reduce)
     if reduce == "sum":
-        numbers = {name: one for name, one in values.items() if type(one) in (int, float) and one}
-        equal = [isclose(results[name], one * world.size) for name, one in numbers.items()]
-        if equal and all(equal):
-            _note_equal_values("reduce_dict")
+        _note_equal_values("reduce_dict", partial(_is_multiple, results, values, world.size))
     return results
 
 
-def _note_equal_values(function: str) -> None:
+def _are_equal(values: Sequence[Any]) -> bool:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        kinds = {(one.dtype, one.shape) for one in values}
+        return len(kinds) == 1 and all(torch.equal(first, one) for one in values)
+    is_number = type(first) in (int, float) and first != 0  # sums of zeros are right
+    return is_number and values.count(first) == len(values)
+
+
+def _is_multiple(sums: Mapping[str, Any], values: Mapping[str, Any], size: int) -> bool:
+    """Whether the sums of numbers are `size` times the own values."""
+    numbers = {name: one for name, one in values.items() if type(one) in (int, float) and one}
+    equal = [isclose(sums[name], one * size) for name, one in numbers.items()]
+    return bool(equal) and all(equal)
+
+
+def _note_equal_values(function: str, are_equal: Callable[[], bool]) -> None:
     """Report a line of the script once that has gathered equal values of several ranks."""
     view = process_state.view
-    if view is None or view.ranks.size == 1:
+    if view is None or view.ranks.size == 1 or not are_equal():
         return
     file, number = script_line(sys._getframe(2))
     text = f"{file}:{number}: samestep.{function} of equal values: every rank has whole batches, "

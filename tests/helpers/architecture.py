@@ -46,7 +46,7 @@ FILE_LINES = 500
 # in 180 files, of which 16,000 are the core.
 BUDGET = {"lines": 57_000, "files": 232, "lines of the core": 35_960}
 # Of all Python files of the tests, and of those that tests import; the aims are 40,000 and 4,000.
-TEST_BUDGET = {"tests": 67_500, "helpers and workers": 5_930}
+TEST_BUDGET = {"tests": 67_520, "helpers and workers": 5_930}
 RINGS = {"recipes", "zoo", "tools", "cli", "integrations"}
 FUNCTION_LINES = 60
 

@@ -65,8 +65,7 @@ class CheckingReader(SampleReader):
             reading = self._read_plain(request)
         else:
             reading = self._read(request._replace(draws=decision.draws))
-        content = content_of([reading.data, *_values_of_samples(self.dataset)])
-        return reading._replace(decision=decision, content=content)
+        return reading._replace(decision=decision)
 
     def _decided(self, request: Request) -> Decision:
         """Return how other batches than the first one are read."""
@@ -198,7 +197,7 @@ def _first_of(request: Request) -> Request:
     return request._replace(indices=request.indices[:_CHECKED], repeats=repeats)
 
 
-def _values_of_samples(dataset: Any) -> Iterator[Any]:
+def values_of_samples(dataset: Any) -> Iterator[Any]:
     """Yield values in memory with one entry per sample: tensors, arrays, and lists of numbers.
 
     Lists that are data sets too, with their texts; other texts can be paths of a machine.

@@ -34,6 +34,7 @@ from samestep.data.batch_plan import (
     Leaf,
     OtherStructure,
     Plan,
+    content_of,
     leaves_of,
     pack,
     rebuilt,
@@ -41,7 +42,7 @@ from samestep.data.batch_plan import (
     unpack,
 )
 from samestep.data.epoch_order import IndexBatch
-from samestep.data.first_batch import CheckingReader
+from samestep.data.first_batch import CheckingReader, values_of_samples
 from samestep.data.sample_reader import (
     Decision,
     Guarded,
@@ -110,6 +111,7 @@ class OwnRows:
         decisions: decisions of the first batches of loaders, by key.
         key: key of the loader.
         has_drawn: a sample has drawn a random number before a decision.
+        is_resumed: an earlier process has read samples of the loop.
     """
 
     ranks: BatchRanks | None
@@ -122,6 +124,7 @@ class OwnRows:
     decisions: MutableMapping[Hashable, Decision] = field(default_factory=dict)
     key: Hashable = None
     has_drawn: bool = False
+    is_resumed: bool = False
 
     @property
     def decision(self) -> Decision | None:
@@ -291,7 +294,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             except OtherStructure:
                 status = _OTHER
         elif how == "check":
-            status = reading.content
+            status = content_of([reading.data, *values_of_samples(self._script_dataset)])
         last = reading.samples
         if reading.decision is not None:
             last = _MODES.index(reading.decision.how) + 4 * reading.decision.draws
@@ -320,7 +323,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         if reading.failure is not None:
             raise_failure(reading.failure)
         if reading.decision is not None and self.state.ranks is None:
-            self.state.decision = reading.decision
+            self._adopt(reading.decision)
         if reading.drew:
             self._draw_from_now_on()
         is_part = pending.how == "own" and self.state.ranks is not None
@@ -335,14 +338,19 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         if len(set(codes)) > 1:
             reason = decision.reason or "ranks have decided differently"
             decision = Decision("whole", any(code & 4 for code in codes), reason=reason)
-        self.state.decision = decision
-        if decision.how != "own":
-            self._log(decision.reason, ranks)
+        self._adopt(decision)
 
-    def _log(self, reason: str, ranks: BatchRanks) -> None:
-        if ranks.rank == 0:
-            name = type(self._script_dataset).__name__
+    def _adopt(self, decision: Decision) -> None:
+        self.state.decision = decision
+        ranks = self.state.ranks
+        if ranks is not None and ranks.rank != 0:
+            return
+        name = type(self._script_dataset).__name__
+        reason = decision.reason
+        if ranks is not None and decision.how != "own":
             logger.info("%s: batches read whole on every process: %s", name, reason)
+        if decision.how == "plain" and self.state.is_resumed:
+            logger.warning("%s: results can differ from an uninterrupted run: %s", name, reason)
 
     def _draw_from_now_on(self) -> None:
         self.state.has_drawn = True
@@ -387,8 +395,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         if _DREW in statuses:
             self._draw_from_now_on()
         elif reads_own and all(counts) and _FAILED not in statuses:
-            self.state.decision = Decision("whole", self.state.draws, reason=_READ_ALONE)
-            self._log(_READ_ALONE, ranks)
+            self._adopt(Decision("whole", self.state.draws, reason=_READ_ALONE))
         reading = self._whole(pending)
         failure = reading.failure
         if failure is None and _DREW not in statuses:

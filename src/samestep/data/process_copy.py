@@ -48,8 +48,7 @@ def called_in_copy(function: Callable[[], Result], seconds: float) -> Result | N
         content = _received(receiver, time.monotonic() + seconds)
     finally:
         os.close(receiver)
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+        os.kill(process, signal.SIGKILL)  # a process that has ended keeps its number until the wait
         os.waitpid(process, 0)
     if not content:
         return None

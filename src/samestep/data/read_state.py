@@ -1,4 +1,4 @@
-"""What reads of samples can reach, and whether it changes: counters, caches, lists of samples."""
+"""Objects that reads of samples can reach, and their changes: counters, caches, seen samples."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _names_of(function: FunctionType) -> dict[str, Any]:
-    """Return what the globals and the outer variables in the code of a function stand for."""
+    """Return the values of globals and outer variables in the code of a function, by name."""
     named = {}
     if _is_of_script(function):
         known = function.__globals__
@@ -160,28 +160,21 @@ class ReadState:
     """
 
     def __init__(self, *roots: Any) -> None:
-        found = [
+        reached = [
             value
             for value in objects_of(*roots)
             if not isinstance(value, GENERATORS) and not _is_of_package(value)
         ]
         # Objects are kept alive, so that no other object has the address of one.
-        self._kept = [(value, _content(value)) for value in found]
+        self._kept = [(value, _content(value)) for value in reached]
 
     def differs(self, other: ReadState) -> bool:
         """Whether an object of both states holds something else."""
         contents = {id(value): content for value, content in other._kept}
         return any(
-            id(value) in contents and not _same(content, contents[id(value)])
+            id(value) in contents and not comparable(content, contents[id(value)])
             for value, content in self._kept
         )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict) and len(one) == len(other):
-        pairs = zip(one.items(), other.items(), strict=True)
-        return all(a[0] == b[0] and (a[1] is b[1] or comparable(a[1], b[1])) for a, b in pairs)
-    return comparable(one, other)
 
 
 def comparable(one: Any, other: Any) -> bool:

@@ -83,7 +83,6 @@ class Reading(NamedTuple):
         drew: a sample has drawn that was read without a seed of its own.
         skipped: error lines of samples that were left out.
         decision: the decision of a checked batch.
-        content: hash of a checked batch, and of values of the data set in memory.
     """
 
     data: Any
@@ -92,7 +91,6 @@ class Reading(NamedTuple):
     drew: bool = False
     skipped: Sequence[str] = ()
     decision: Decision | None = None
-    content: int = 0
 
 
 class Samples(NamedTuple):

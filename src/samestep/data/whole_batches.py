@@ -232,6 +232,7 @@ class WholeBatches:
         state = self._state
         if not self._has_ranks:
             state.ranks = self._ranks()
+            state.is_resumed = begin != Cursor()
             self._has_ranks = True
             if state.ranks is not None and self._line is not None:
                 state.decisions, state.key = state.ranks.decisions_of(

@@ -101,8 +101,8 @@ def recipe_with_origins(name: str, overrides: Sequence[str]) -> tuple[Recipe, di
     path, is_pipe = _recipe_file(name)
     raw = read_yaml(path, is_pipe=is_pipe)
     recipe = make_recipe(raw, overrides, origin=name).with_microbatches()
-    given = [full_key(raw, setting.partition("=")[0]) for setting in overrides]
-    return recipe, origins_of(recipe_data(recipe), raw, given, name)
+    settings = [full_key(raw, setting.partition("=")[0]) for setting in overrides]
+    return recipe, origins_of(recipe_data(recipe), raw, settings, name)
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
@@ -118,14 +118,14 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
         ) from error
     before = json.loads(json.dumps(data))
     # Before validation, so that a setting can supply a missing key.
-    given = dict(apply_setting(data, setting) for setting in overrides)
+    settings = dict(apply_setting(data, setting) for setting in overrides)
     expand_paths(data)
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
         recipe: Recipe = validator_of(Recipe).validate_json(json.dumps(data), strict=True)
         return recipe
     except ValidationError as error:
-        raise explained(error.errors(), origin, before, given) from error
+        raise explained(error.errors(), origin, before, settings) from error
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:

@@ -141,21 +141,21 @@ def value_at(data: Mapping[str, Any], path: Iterable[str]) -> Any:
 
 
 def origins_of(
-    resolved: Mapping[str, Any], file: Mapping[str, Any], given: Iterable[str], name: str
+    resolved: Mapping[str, Any], file: Mapping[str, Any], settings: Iterable[str], name: str
 ) -> dict[str, str]:
     """Return where each value of a resolved recipe comes from, by dotted keys.
 
     Args:
         resolved: the recipe in plain data, with all defaults.
         file: the recipe file in plain data.
-        given: full keys of the settings.
+        settings: full keys of the settings.
         name: name of the recipe file.
     """
     origins = dict.fromkeys(flat(resolved), _DEFAULT)
     for key in origins:
         if key in flat(file):
             origins[key] = name
-        if any(f"{key}.".startswith(f"{one}.") for one in given):
+        if any(f"{key}.".startswith(f"{one}.") for one in settings):
             origins[key] = "command line"
     return origins
 
@@ -218,7 +218,7 @@ def explained(
     errors: Sequence[ErrorDetails],
     origin: str,
     before: Mapping[str, Any],
-    given: Mapping[str, str],
+    settings: Mapping[str, str],
 ) -> RecipeError:
     """Return the error of a recipe that is not valid.
 
@@ -228,7 +228,7 @@ def explained(
         errors: errors of pydantic.
         origin: name of the recipe.
         before: the recipe in plain data without settings, whose values the fix can suggest.
-        given: texts of the settings by full keys.
+        settings: texts of the settings by full keys.
     """
     unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]
     error = (unknown or errors)[0]
@@ -262,9 +262,9 @@ def explained(
         fix = _setting(key, _valid_value(key, error, before))
     if meant not in (None, key):
         # The setting can be longer than the key of the error: optimizer.option.lr.
-        asked = next((one for one in given if f"{one}.".startswith(f"{key}.")), key)
+        asked = next((one for one in settings if f"{one}.".startswith(f"{key}.")), key)
         meant = f"{meant}{asked[len(key) :]}"
-        fix = f"did you mean {_with_value(meant, given.get(asked))}?"
+        fix = f"did you mean {_with_value(meant, settings.get(asked))}?"
     return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
 
 

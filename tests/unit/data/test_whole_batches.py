@@ -101,6 +101,28 @@ def test_epochs_count_epochs_that_were_left_early() -> None:
         list(samestep.epochs(batches, 4))
 
 
+class Counting(torch.utils.data.Dataset[int]):
+    """Samples with the number of reads before."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int, /) -> int:
+        self.reads += 1
+        return self.reads
+
+
+@pytest.mark.parametrize("samples", [0, 4])
+def test_resumed_data_with_a_memory_are_reported(samples: int, caplog: pytest.LogCaptureFixture) -> None:
+    batches = samestep.loader(Counting(), 4)
+    batches.cursor = Cursor(0, samples)
+    assert next(iter(batches)).tolist() == [1, 2, 3, 4]
+    reported = [record.levelname for record in caplog.records]
+    assert reported == ["WARNING"] * (samples > 0)
+
+
 def test_finished_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
     batches = samestep.loader(data(), batch_size=4)
     batches.cursor = Cursor(2)
