@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import torch
@@ -449,6 +450,18 @@ class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
             self._held += 1
         else:
             super()._try_put_index()
+
+    def _try_get_data(self, *arguments: Any) -> Any:
+        try:
+            return super()._try_get_data(*arguments)  # type: ignore[no-untyped-call]
+        except (OSError, EOFError) as error:
+            # The memory of a batch is requested from its worker. A worker that was killed closes
+            # the connection before it counts as ended, so torch would report the connection alone.
+            sentinels = [worker.sentinel for worker in self._workers]
+            if not wait(sentinels, timeout=1):
+                raise
+            ended = [worker.pid for worker in self._workers if not worker.is_alive()]
+            raise RuntimeError(f"DataLoader worker (pid(s) {ended}) exited unexpectedly") from error
 
     def _release(self) -> None:
         while self._held and not self._awaits_decision():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -30,6 +32,7 @@ from helpers.forked_ranks import Job, run_jobs
 from helpers.view_checks import error_code, run_checks
 from samestep.data.batch import map_tensors
 from samestep.data.batch_plan import content_of, equal
+from samestep.data.own_rows import OwnRows, own_iterator
 from samestep.distributed.rng import seed_generators
 from samestep.errors import DataError
 from samestep.launcher.job import process_state
@@ -670,6 +673,27 @@ def test_error_of_a_worker_names_the_sample() -> None:
     ((*sizes, (kind, text, _)),) = found(1, 2)["broken"]
     assert (sizes, kind) == ([BATCH, BATCH], "OSError")
     assert "while loading sample 19 of the dataset" in text
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_lost_connection_to_a_killed_worker_names_the_worker(monkeypatch: pytest.MonkeyPatch, is_killed: bool) -> None:
+    iterator: Any = own_iterator(DataLoader(Points(), BATCH, num_workers=1), OwnRows(None))
+    next(iterator)
+    (worker,) = iterator._workers
+
+    def lost(timeout: float) -> None:
+        if is_killed:
+            os.kill(worker.pid, signal.SIGKILL)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(iterator._data_queue, "get", lost)
+    if is_killed:
+        with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid\(s\) .*{worker.pid}.* exited"):
+            next(iterator)
+    else:
+        with pytest.raises(ConnectionResetError):
+            next(iterator)
+    monkeypatch.undo()
 
 
 def test_ranks_that_read_different_samples_are_told() -> None:
