@@ -4,8 +4,8 @@
     PYTHONPATH=src:tests:. python -m benchmarks.false_alarms plain_loop --names layer_lazy,loss_ohem
 
 Kinds: `plain_loop` (scripts of tests/plain_loop without an expected error), `planted` (`right_*.py` of tests/planted),
-`scripts` (tests/scripts) and `recipes` (the shipped one that needs no data of the user). The verdict on a module,
-divided or whole with its reason, is no alarm.
+`scripts` (tests/scripts) and `recipes` (the shipped one that needs no data of the user). The verdict on a module
+or a loader, divided or whole with its reason, is no alarm.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine, machine_line, markdown_table, save
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("plain_loop", "planted", "scripts", "recipes")
 PROCESSES = (1, 3)
 RECIPES = ("digits",)
-_VERDICT = re.compile(r"calls divided between|calls computed whole|it imports samestep|calls of its models are divided")
+_VERDICT = re.compile(
+    "calls divided between|calls computed whole|batches read whole|it imports samestep|calls of its models are divided"
+)
+_PLACE = re.compile(r"^\S+:\d+: (?=\w+Warning: )")  # of a warning
 _ALARM = re.compile(r"\[E_\w+\]|\bwarning\b", re.IGNORECASE)
 
 
@@ -39,7 +45,9 @@ def alarms_of_plain_loop(names: Sequence[str], folder: Path) -> Iterator[tuple[s
     for verdict in verdicts:
         lines = _lines(folder / f"{verdict.script}.{verdict.processes}" / "err0")
         plain = _lines(folder / f"{verdict.script}.plain" / "err0")
-        alarms = [line for line in lines if line not in plain and not _VERDICT.search(line)]
+        known = {_PLACE.sub("", line) for line in plain}
+        alarms = [line for line in lines if _PLACE.sub("", line) not in known and not _VERDICT.search(line)]
+        alarms = [line for line in alarms if not line.startswith("  ")]  # code of a warning or a stack
         if not verdict.passed:
             alarms.insert(0, verdict.problem.splitlines()[0])
         yield verdict.script, verdict.processes, alarms
@@ -75,31 +83,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.false_alarms")
     parser.add_argument("kinds", nargs="*", default=KINDS, help=f"of {', '.join(KINDS)}; all if none")
     parser.add_argument("--names", default="", help="names of scripts of one kind")
+    parser.add_argument("--output", type=Path, help="JSON file, with a page in the same folder (default: print only)")
     options = parser.parse_args(arguments)
     names = [name for name in options.names.split(",") if name]
-    scripts = runs = with_alarms = 0
+    measured: dict[str, Any] = {"machine": describe_machine(), "kinds": {}, "alarms": []}
     with tempfile.TemporaryDirectory(prefix="false-alarms-") as temporary:
         for kind in options.kinds:
             folder = Path(temporary) / kind
             folder.mkdir()
-            if kind == "plain_loop":
-                results = list(alarms_of_plain_loop(names, folder))
-            else:
-                results = []
-                for name, (command, *rest) in commands(kind).items():
-                    for number in PROCESSES:
-                        if not names or name in names:
-                            text = [command, "--processes", str(number), *rest]
-                            results.append((name, number, alarms_of_command(text, folder)))
-            for name, number, alarms in results:
+            runs = 0
+            scripts = set()
+            for name, processes, alarms in results(kind, names, folder):
+                scripts.add(name)
+                runs += 1
                 if alarms:
-                    print(f"{kind}/{name} on {number}: {alarms[:3]}", flush=True)
-            scripts += len({name for name, *_ in results})
-            runs += len(results)
-            with_alarms += sum(bool(alarms) for *_, alarms in results)
-            print(f"{kind}: {len({name for name, *_ in results})} scripts, {len(results)} runs", flush=True)
-    print(f"{scripts} scripts, {runs} runs on 1 and 3 processes, {with_alarms} with alarms")
-    return 3 if with_alarms else 0
+                    print(f"{kind}/{name} on {processes}: {alarms[:3]}", flush=True)
+                    measured["alarms"].append([f"{kind}/{name}", processes, alarms[0]])
+            print(f"{kind}: {len(scripts)} scripts, {runs} runs", flush=True)
+            measured["kinds"][kind] = {"scripts": len(scripts), "runs": runs}
+    if options.output is not None:
+        save(options.output, measured, page(measured))
+    return 3 if measured["alarms"] else 0
+
+
+def results(kind: str, names: Sequence[str], folder: Path) -> Iterator[tuple[str, int, list[str]]]:
+    """Run the scripts of a kind; yield script, number of processes and alarms."""
+    if kind == "plain_loop":
+        yield from alarms_of_plain_loop(names, folder)
+        return
+    for name, (command, *rest) in commands(kind).items():
+        if names and name not in names:
+            continue
+        for processes in PROCESSES:
+            yield name, processes, alarms_of_command([command, "--processes", str(processes), *rest], folder)
+
+
+def page(measured: dict[str, Any]) -> str:
+    """Return the results as text."""
+    kinds = measured["kinds"]
+    rows = [[kind, str(counts["scripts"]), str(counts["runs"])] for kind, counts in kinds.items()]
+    rows.append(["all", *(str(sum(counts[name] for counts in kinds.values())) for name in ("scripts", "runs"))])
+    alarms = [[name, str(processes), f"`{alarm}`"] for name, processes, alarm in measured["alarms"]]
+    parts = [
+        "# Alarms of correct scripts",
+        machine_line(measured["machine"]),
+        "Each script ran on 1 and 3 processes. An alarm is an error, another number than that of the plain loop, or a "
+        "line that\nplain Python does not print.",
+        markdown_table(["kind", "scripts", "runs"], rows),
+        f"Alarms: {len(alarms)}.",
+    ]
+    if alarms:
+        parts.append(markdown_table(["script", "on", "alarm"], alarms))
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -61,6 +61,17 @@ def vector_dataset() -> Any:
     return TensorDataset(torch.randn(VECTORS, 64), torch.randint(10, (VECTORS,)))
 
 
+def text_dataset() -> Any:
+    """Return texts of 64 characters in memory, each with the characters that follow."""
+    texts = torch.randint(256, (VECTORS, 65))
+    return TensorDataset(texts[:, :-1], texts[:, 1:])
+
+
+def mask_dataset() -> Any:
+    """Return images in memory with a class of each pixel."""
+    return TensorDataset(torch.randn(IMAGES, 3, 64, 64), torch.randint(2, (IMAGES, 64, 64)))
+
+
 def torch_loader(dataset: Any, batch_size: int, workers: int, rank: int, size: int) -> DataLoader[Any]:
     """Return the loader of a script, or that of one rank of DDP by hand."""
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}

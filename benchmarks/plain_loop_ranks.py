@@ -90,7 +90,7 @@ class Loop:
 
     def _loader(self, contender: str, dataset: Any, rank: int, size: int) -> Any:
         case = self._case
-        if contender == PARALLEL:
+        if contender in (PARALLEL, UNWATCHED):
             options = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
             return samestep.loader(dataset, case.batch_size, shuffle=True, **options)
         if contender in (ACCELERATE, FABRIC):  # divide the batches themselves
@@ -228,6 +228,9 @@ class Ranks:
         contender: name of the contender.
         processes: number of ranks.
 
+    Attributes:
+        first_steps: seconds of the first steps.
+
     Raises:
         RuntimeError: in any method, if a rank fails; with its stack.
     """
@@ -250,6 +253,11 @@ class Ranks:
             self._pipes.append(ours)
             self._children.append(child)
         self._answers()  # the model is built
+        self.first_steps = 0.0
+
+    def take_first_steps(self, steps: int) -> None:
+        """Take steps in which ranks connect, data are tried and the division of calls is decided."""
+        self.first_steps = steps * self.take_turn(steps)["wall"]
 
     def take_turn(self, steps: int) -> dict[str, float]:
         """Return seconds per step: of the clock, and of processors, summed over the ranks."""

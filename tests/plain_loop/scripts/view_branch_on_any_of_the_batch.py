@@ -1,4 +1,4 @@
-# expect: mixed: its operations depend on the rows
+# expect: mixed: its operations depend on the rows | operations that differ between rows
 # A branch on `.any()` of the batch, as in models for half precision.
 import torch.nn.functional as F
 from common import perceptron, report, train
