@@ -75,7 +75,10 @@ def commands(kind: str) -> dict[str, list[str]]:
     if kind == "recipes":
         return {name: ["train", name, "epochs=1"] for name in RECIPES}
     pattern = "planted/right_*.py" if kind == "planted" else "scripts/*.py"
-    return {path.stem: ["run", str(path)] for path in sorted((ROOT / "tests").glob(pattern))}
+    found = {path.stem: ["run", str(path)] for path in sorted((ROOT / "tests").glob(pattern))}
+    if "right_resume" in found:
+        found["right_resume"].append("checkpoints")  # its folder
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

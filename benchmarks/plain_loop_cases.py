@@ -124,6 +124,10 @@ def masks(size: int) -> Batch:
     return torch.randn(size, 3, 64, 64), torch.randint(2, (size, 64, 64))
 
 
+def small_masks(size: int) -> Batch:
+    return torch.randn(size, 3, 32, 32), torch.randint(2, (size, 32, 32))
+
+
 def digits(size: int) -> Batch:
     return torch.rand(size, 1, 8, 8), torch.randint(CLASSES, (size,))
 
@@ -241,16 +245,16 @@ CASES = {
         lambda: GPT(width=128, layers=2),
         texts,
         adamw,
-        16,
+        4,
         _CHECKS,
         dataset=text_dataset,
     ),
     "checks-unet": Case(
-        "checks: U-Net with loader, a step of about 20 ms",
+        "checks: U-Net, 32 px, with loader, a step of about 20 ms",
         _unet,
-        masks,
+        small_masks,
         sgd,
-        2,
+        4,
         _CHECKS,
         has_batch_norm=True,
         dataset=mask_dataset,

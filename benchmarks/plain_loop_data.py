@@ -69,7 +69,7 @@ def text_dataset() -> Any:
 
 def mask_dataset() -> Any:
     """Return images in memory with a class of each pixel."""
-    return TensorDataset(torch.randn(IMAGES, 3, 64, 64), torch.randint(2, (IMAGES, 64, 64)))
+    return TensorDataset(torch.randn(IMAGES, 3, 32, 32), torch.randint(2, (IMAGES, 32, 32)))
 
 
 def torch_loader(dataset: Any, batch_size: int, workers: int, rank: int, size: int) -> DataLoader[Any]:

@@ -28,6 +28,7 @@ from samestep.view.leaves import SAMPLE, hash_of, sample_of
 
 _WHOLE_BYTES = 2**16  # of smaller tensors on CPUs all values are compared: 20 us
 _SUM_BYTES = 2**20  # of those below, a sum: 100 us
+_SAMPLED_BYTES = 2**11  # as `_WHOLE_BYTES`, of tensors of which many exist: 10 us
 _MOST_FACTS = 1000
 _MODULES = 16  # with lists
 _CALLS_OF_LISTS = 256  # calls after which lists of submodules and attributes are made again
@@ -47,6 +48,7 @@ _GENERATORS = "random generators"
 _LOSS = "the gradient of the loss"
 _RATES = "numbers of the optimizer"
 _GRADIENTS = "gradients"
+_SAMPLED = (_PARAMETERS, _STATES, _GRADIENTS)
 _EARLIER = "earlier calls"
 
 _BATCH = "E_RANK_BATCH"
@@ -202,7 +204,7 @@ class InStep:
     def facts_of_step(
         self, optimizer: torch.optim.Optimizer, *, has_equal_gradients: bool = True
     ) -> None:
-        """Add numbers of an optimizer, and if ranks have the same gradients, samples of some."""
+        """Add numbers of an optimizer, and if ranks have the same gradients, of two of them."""
         line = self._begin()
         groups = [_numbers_of_group(group) for group in optimizer.param_groups]
         numbers = array("d", list(chain.from_iterable(group.values() for group in groups)))
@@ -227,23 +229,27 @@ class InStep:
             lambda: {f"is there number {index}": flag for index, flag in flags},
         )
         existing = [gradient for gradient in gradients if gradient is not None]
-        for gradient in existing[:: max(1, len(existing) // 3)]:
-            self._add_values(_GRADIENTS, gradient, line)
+        if existing:
+            self._add_values(_GRADIENTS, existing[0], line)
+            self._add_values(_GRADIENTS, existing[self._steps % len(existing)], line)
         self._add(_GENERATORS, python_generator(), line)
 
     def _add_state(
         self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], line: Line
     ) -> None:
-        """Add the number of states of an optimizer, and values of one of them, each in turn."""
+        """Add the number of states of an optimizer, and one tensor of them, each in turn."""
         state = optimizer.state
         count = len(state)
         self._add(_STATES, count, line, lambda: {"parameters with a state": count})
         self._steps += 1
         if parameters:
-            own = state.get(parameters[self._steps % len(parameters)], {})
-            for value in own.values() if isinstance(own, dict) else ():
-                if isinstance(value, Tensor):
-                    self._add_values(_STATES, value, line)
+            turn, index = divmod(self._steps, len(parameters))
+            own = state.get(parameters[index], {})
+            tensors = []
+            if isinstance(own, dict):
+                tensors = [value for value in own.values() if isinstance(value, Tensor)]
+            if tensors:
+                self._add_values(_STATES, tensors[turn % len(tensors)], line)
 
     def fact_of_samples(self, samples: int) -> None:
         """Add a hash of the indices of a batch; no values of accelerators are awaited."""
@@ -327,8 +333,11 @@ class InStep:
         """
         is_on_cpu = tensor.device.type == "cpu"
         size = tensor.numel() * tensor.element_size()
+        whole = _WHOLE_BYTES
+        if name in _SAMPLED:
+            whole = _SAMPLED_BYTES
         most = SAMPLE
-        if is_on_cpu and size <= _WHOLE_BYTES:
+        if is_on_cpu and size <= whole:
             most = max(2, tensor.numel())
         sample = sample_of(tensor, most, self._calls)
         if sample is None:
@@ -336,7 +345,8 @@ class InStep:
             self._add(name, zlib.crc32(shape.encode()), line, lambda: shape)
         elif is_on_cpu:
             self._add(name, hash_of(sample), line, sample.flatten().tolist)
-            if _WHOLE_BYTES < size <= _SUM_BYTES and tensor.is_contiguous():
+            has_sum = name not in _SAMPLED and whole < size <= _SUM_BYTES
+            if has_sum and tensor.is_contiguous():
                 words = tensor.detach().flatten().view(torch.uint8)
                 words = words[: len(words) // 8 * 8].view(torch.int64)
                 self._add(name, int(words.sum()), line)
