@@ -129,20 +129,19 @@ class FirstCalls:
 
     def _first_calls(self, kind: Kind, call: Call) -> Any:
         """Compute a call of a kind that is not decided."""
-        if not kind.is_watched:
-            self.view.in_step.facts_of_call(call.module, call.leaves)
-            return self._watched(kind, call)
         if kind.last in kind.refused:
             return self._observed(kind, call)
+        self.view.in_step.facts_of_call(call.module, call.leaves)
+        if not kind.is_watched:
+            return self._watched(kind, call)
         if kind.backward_code is not None and not kind.backward_code.has_run:
             # The watch goes on: what the backward of the first call runs is not known yet.
-            self.view.in_step.facts_of_call(call.module, call.leaves)
             self.summary.watched += 1
             return self._whole(call.forward, call.arguments, call.options)
         self._try(kind, call)
         if kind.division is not None:
             return Next.BY_KIND
-        self._count_whole(kind.reason or kind.refused[kind.last], call)
+        self._count_whole(kind.reason or kind.refused[kind.last])
         return self._whole(call.forward, call.arguments, call.options)
 
     def _observed(self, kind: Kind, call: Call) -> Any:

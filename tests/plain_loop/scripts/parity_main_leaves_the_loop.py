@@ -1,4 +1,4 @@
-# expect: error: E_RANK_SETTINGS E_RANK_MISMATCH E_RANK_DESYNC E_RANK_BATCH
+# expect: error: E_RANK_DESYNC
 # limit: 20
 # Rank 0 leaves the loop early. The numbers are those of a rank that reaches the last step.
 import os

@@ -1,4 +1,4 @@
-# expect: error: E_RANK_SETTINGS E_RANK_MISMATCH E_RANK_DESYNC E_RANK_BATCH
+# expect: error: E_RANK_SETTINGS
 # Rank 0 leaves a dropout layer in evaluation mode.
 import os
 
