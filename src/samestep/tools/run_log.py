@@ -24,7 +24,7 @@ from samestep.units import plural
 
 _CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
 _NOT_METRICS = (
-    *("time", "event", "step", "epoch", "epochs", "is_best", "train_loss"),
+    *("time", "event", "step", "epoch", "epochs", "is_best"),
     *("samples", "samples_per_second", "skipped_steps"),
 )
 _NOTES = ("cache", "note", "skipped", "stop")
@@ -299,7 +299,7 @@ class Run:
         return {
             name: value
             for name, value in values.items()
-            if value is not None and name not in _NOT_METRICS
+            if value is not None and name not in _NOT_METRICS and not name.startswith("train_")
         }
 
 
