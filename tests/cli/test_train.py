@@ -50,7 +50,7 @@ def test_training_accuracy_is_that_of_the_steps_also_after_a_resumption(
     out, err = capfd.readouterr()
     assert "starting 2 processes\n" in err
     (first,) = events(tmp_path / "runs" / "a", "evaluation")
-    assert f"val accuracy  {first['accuracy']:.2%}, in training {first['train_accuracy']:.2%}\n" in out
+    assert f"accuracy    {first['accuracy']:.2%}, in training {first['train_accuracy']:.2%}\n" in out
     assert f"accuracy {first['accuracy']:.2%} (epoch 1), last {first['accuracy']:.2%}\n" in out
     assert here("resume", "a", "--checkpoint", 5, "--processes", 1, cwd=tmp_path) == 0
     assert events(tmp_path / "runs" / "a", "evaluation")[-1]["train_accuracy"] == first["train_accuracy"]

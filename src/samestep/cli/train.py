@@ -156,7 +156,8 @@ class TrainedRun:
             text = format_metric(name, evaluation[name])
             if summary.get(f"train_{name}") is not None:
                 text += f", in training {format_metric(name, summary[f'train_{name}'])}"
-            lines.append((f"val {name}", text))
+            label = "val loss" if name == "loss" else name
+            lines.append((label, text))
         if summary["best"] is not None:
             name = summary["best_by"]
             best = f"{name} {format_metric(name, summary['best'])} (epoch {summary['best_epoch']})"
