@@ -316,7 +316,11 @@ def test_json_of_resume_of_a_complete_run(tmp_path: Path, capsys: pytest.Capture
     assert (value["stopped"], value["step"], value["run"]) == (False, 13, str(run))
     assert value["evaluation"] == {"loss": events(run, "evaluation")[-1]["loss"], "samples": 30}
     assert weights(run) == before
-    assert [event["step"] for event in events(run, "resume")] == [13]
+    (resume,) = events(run, "resume")
+    assert (resume["step"], resume["text"].partition(": ")[2]) == (
+        13,
+        "the run is complete (1 epoch); epochs=N adds epochs",
+    )
     entries = json.loads((run / "environment.json").read_text(encoding="utf-8"))
     assert [(entry["processes"], entry["from_step"]) for entry in entries] == [(1, 0), (2, 13)]
 

@@ -40,6 +40,7 @@ _BUCKETS = 400  # of a longer curve, minimum and maximum of each are drawn
 _SPEEDS = 30  # windows of the curve of samples per second
 _MAX_NOTES = 100
 _MAX_SAMPLES = 16
+_MAX_PICTURE = 1 << 23  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
 _EVALUATION = "evaluation"  # folder of a run for `samestep eval --report`
 Floats = NDArray[numpy.float64]
@@ -175,7 +176,7 @@ def predictions(run: Run) -> list[dict[str, str]]:
     with suppress(OSError, ValueError):  # without such a folder, or damaged
         for entry in read_objects(folder / "samples.json")[:_MAX_SAMPLES]:
             path = folder / "overlays" / f"sample-{parse_count(entry.get('sample')) or 0:06}.png"
-            picture = read_small(path)
+            picture = read_small(path, _MAX_PICTURE)
             if picture.startswith(_PNG):
                 texts = {key: parse_text(entry.get(key)) for key in ("class", "prediction")}
                 samples.append({"picture": b64encode(picture).decode(), **texts})

@@ -109,6 +109,8 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
         OSError: the file cannot be read.
     """
     content = json.loads(read_small(path))
+    if not isinstance(content, list):
+        raise ValueError(f"{path} has no list")
     return [_cleaned(entry) for entry in content if isinstance(entry, dict)]
 
 
