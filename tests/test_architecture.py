@@ -39,6 +39,7 @@ Rule = Callable[..., list[str]]
 SOURCE = Path(__file__).parents[1] / "src"
 PUBLIC = {
     "CheckpointManager",
+    "RunResult",
     "__version__",
     "all_gather",
     "epochs",

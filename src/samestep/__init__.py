@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.global_view import parallel as parallel
     from samestep.launcher.launch import launch as launch
     from samestep.loading import loader as loader
+    from samestep.runs import RunResult as RunResult
     from samestep.session import all_gather as all_gather
     from samestep.session import init as init
     from samestep.session import is_main as is_main
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointManager": "checkpoint_manager",
+    "RunResult": "runs",
     "all_gather": "session",
     "epochs": "data.whole_batches",
     "full_state_dict": "strategies.divided_parameters",

@@ -132,8 +132,8 @@ def test_epochs_are_printed_on_standard_error_and_the_summary_on_standard_output
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     evaluations = events(trained.run, "evaluation")
     for line, event in zip(lines, evaluations, strict=True):
-        assert f"train loss {event['train_loss']:.4f}  val loss {event['loss']:.4f}" in line
-        assert f"accuracy {event['accuracy']:.2%}" in line
+        assert f"train loss {event['train_loss']:7.4f}  val loss {event['loss']:7.4f}" in line
+        assert f"train accuracy {event['train_accuracy']:>7.2%}  val accuracy {event['accuracy']:>7.2%}" in line
         assert line.endswith("  best") == event["is_best"]
     assert f"{evaluations[-1]['accuracy']:.2%}" in out
     assert "360 samples" in out
@@ -205,7 +205,7 @@ def test_events_have_the_documented_keys(trained: Trained) -> None:
     assert [event["step"] for event in logged if event["event"] == "step"] == list(range(1, STEPS + 1))
     assert {"step", "evaluation", "checkpoint", "checksum", "end"} == {event["event"] for event in logged}
     for event in logged:
-        metrics = {"accuracy"} if event["event"] == "evaluation" else set()
+        metrics = {"train_accuracy", "accuracy"} if event["event"] == "evaluation" else set()
         assert event.keys() == documented[event["event"]] | metrics
     times = [event["time"] for event in logged]
     assert times == sorted(times)
@@ -316,7 +316,11 @@ def test_json_of_resume_of_a_complete_run(tmp_path: Path, capsys: pytest.Capture
     assert (value["stopped"], value["step"], value["run"]) == (False, 13, str(run))
     assert value["evaluation"] == {"loss": events(run, "evaluation")[-1]["loss"], "samples": 30}
     assert weights(run) == before
-    assert [event["step"] for event in events(run, "resume")] == [13]
+    (resume,) = events(run, "resume")
+    assert (resume["step"], resume["text"].partition(": ")[2]) == (
+        13,
+        "the run is complete (1 epoch); epochs=N adds epochs",
+    )
     entries = json.loads((run / "environment.json").read_text(encoding="utf-8"))
     assert [(entry["processes"], entry["from_step"]) for entry in entries] == [(1, 0), (2, 13)]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.system import answer, here
+from helpers.system import answer, here, tree
 from samestep.metrics.class_report import class_rows
 
 pytestmark = pytest.mark.slow
@@ -34,6 +34,14 @@ def test_report_is_the_same_on_any_number_of_processes(reports: list[Path]) -> N
         one, three = ((folder / name).read_bytes() for folder in reports)
         assert one == three, name
         assert len(one) > 1000
+    samples = [json.loads((folder / "samples.json").read_bytes()) for folder in reports]
+    assert samples[0] == samples[1]
+    assert [entry["sample"] for entry in samples[0]] == list(range(16))
+    pictures = [tree(folder / "overlays") for folder in reports]
+    assert list(pictures[0]) == [f"sample-{number:06}.png" for number in range(16)]
+    assert pictures[0] == pictures[1]
+    right = sum(entry["class"] == entry["prediction"] for entry in samples[0])
+    assert right > 4  # by chance, one or two
 
 
 def test_report_counts_every_sample_once(reports: list[Path], digits: Path) -> None:

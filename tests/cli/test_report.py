@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from helpers.rank_files import ranks_of, write_ranks
-from helpers.run_folders import START, events_of, make_run, step_event
+from helpers.run_folders import START, draw_predictions, events_of, make_run, step_event
 from helpers.system import answer, here
+from samestep.tools.report import speeds
+from samestep.tools.run_log import read_runs
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: object, cwd: Path) -> dict[str, Any]:
@@ -34,18 +36,20 @@ def test_page_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert page.stat().st_size == output["bytes"]
     (summary,) = output["runs"]
     assert (summary["state"], summary["steps"], summary["best"]["step"]) == ("finished", 30, 30)
+    assert "train_loss" not in summary["best"]
+    assert summary["ranks"][0]["seconds"] > 0
     assert summary["samples_per_second"] == 64.0
     assert [rank["rank"] for rank in summary["ranks"]] == [0, 1, 2]
     assert titles(page) == [
         "Training loss",
-        "Evaluation: loss",
-        "Evaluation: accuracy",
+        "Validation loss (dashed: training)",
+        "Validation accuracy",
         "Samples per second",
         "Learning rate",
         "Gradient norm",
     ]
     text = page.read_text(encoding="utf-8")
-    assert len(re.findall("<polyline", text)) == 6
+    assert len(re.findall("<polyline", text)) == 7
     assert len(re.findall('<div class="bar">', text)) == 3
     assert "end at step 30" in text
 
@@ -56,9 +60,33 @@ def test_page_of_several_runs(tmp_path: Path) -> None:
     assert here("report", "a", "b", "--out", "both.html", cwd=tmp_path) == 0
     text = (tmp_path / "both.html").read_text(encoding="utf-8")
     assert "<title>a, b: training report</title>" in text
-    assert len(re.findall("<polyline", text)) == 12
+    assert len(re.findall("<polyline", text)) == 14
     assert "different from a: optimizer.options.lr: 0.1 -&gt; 0.2" in text
     assert "a has no rank files" in text
+
+
+def test_speed_is_that_of_windows_without_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
+    """Half of the steps take twice the time; the last one of each epoch is short."""
+    events = [step_event(number, START, samples_per_second=30.0 * (1 + number % 2)) for number in range(1, 81)]
+    for event in events[9::10]:
+        event["samples_per_second"] = 1.0
+    (run,) = read_runs([make_run(tmp_path / "a", events)])
+    curve = speeds(run.events.curves["samples_per_second"])
+    assert len(curve) == 24  # 72 steps, three in each window
+    assert all(35.9 < speed < 45.1 for speed in curve.values())
+    assert speeds({1: 0.0, 2: float("inf"), 3: 8.0}) == {3: 8.0}
+
+
+def test_pictures_of_an_evaluation_are_in_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", events_of(10))
+    draw_predictions(run, "<b>cat", "dog")
+    assert here("report", "a", cwd=tmp_path) == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert len(re.findall('<img src="data:image/png;base64,iVBOR[^"]+"', text)) == 1
+    assert "&lt;b&gt;cat, predicted dog" in text
+    (run / "evaluation" / "overlays" / "sample-000003.png").write_bytes(b"a secret")
+    assert here("report", "a", cwd=tmp_path) == 0
+    assert "<img" not in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_page_has_no_external_resources(tmp_path: Path) -> None:

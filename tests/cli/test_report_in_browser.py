@@ -9,7 +9,7 @@ from PIL import Image
 
 from helpers.browser import NAMES, Browser, find
 from helpers.rank_files import ranks_of, write_ranks
-from helpers.run_folders import START, events_of, make_run
+from helpers.run_folders import START, draw_predictions, events_of, make_run
 from helpers.system import here
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find() is None, reason=f"no browser on PATH ({', '.join(NAMES)})")]
@@ -23,6 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, steps in (("one", 30), ("two", 2000)):
         write_ranks(make_run(folder / name, events_of(steps)), ranks_of(START, 3, 20))
+    draw_predictions(folder / "one", "cat", "dog")
     assert here("report", "one", "two", "--out", "page.html", cwd=folder) == 0
     return folder / "page.html"
 
@@ -39,7 +40,8 @@ def browser() -> Iterator[Browser]:
 def test_page_is_drawn_without_requests(width: int, dark: bool, page: Path, browser: Browser, tmp_path: Path) -> None:
     browser.open(page, width=width, dark=dark)
     requests = [event for event in browser.events if event.get("method") == "Network.requestWillBeSent"]
-    assert [event["params"]["request"]["url"] for event in requests] == [page.as_uri()]
+    urls = [event["params"]["request"]["url"] for event in requests]
+    assert [url for url in urls if not url.startswith("data:image/png")] == [page.as_uri()]
     assert not [event for event in browser.events if event.get("method") in FAILURES]
     content, inner = browser.value("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert content <= inner <= width
@@ -51,6 +53,20 @@ def test_page_is_drawn_without_requests(width: int, dark: bool, page: Path, brow
     assert len(lines) > 12
     assert all(stroke != "none" and is_inside for _, stroke, is_inside in lines)
     assert max(line_width for line_width, *_ in lines) > width / 4
+    charts = browser.value(
+        "[...document.querySelectorAll('figure:has(svg)')].map((figure) => [figure.querySelector('h3').innerText,"
+        " figure.querySelectorAll('polyline').length,"
+        " [...figure.querySelectorAll('figcaption div')].map((row) => [row.innerText.split(':')[0],"
+        " getComputedStyle(row.querySelector('.key')).backgroundColor])])"
+    )
+    legends = {title: dict(legend) for title, _, legend in charts}
+    assert all(lines >= len(legend) for _, lines, legend in charts)
+    parts = ["one", "one, training", "two", "two, training"]
+    assert list(legends["Validation loss (dashed: training)"]) == parts
+    for legend in legends.values():
+        assert {"one", "two"} <= legend.keys()
+        assert legend["one"] != legend["two"]
+    assert browser.value("[...document.images].map((image) => image.naturalWidth)") == [8]
     browser.picture(tmp_path / "page.png")
     with Image.open(tmp_path / "page.png") as picture:
         pixels = numpy.asarray(picture.convert("RGB")).astype(int)

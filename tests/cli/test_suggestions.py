@@ -55,9 +55,16 @@ MISTAKES = [
     "train digits --set epochs=2",
     "train digits optimizer=adam",
     "train digits learning_rate=0.1",
+    "train digits epoks=2",
+    "train digits precison=bf16",
+    "train digits momentun=0.5",
     "digits",
     "tran digits",
 ]
+
+
+# A misspelled key, and the one that is suggested.
+KEYS = {"epoks": "epochs", "precison": "step.precision", "momentun": "optimizer.options.momentum"}
 
 
 @pytest.fixture
@@ -120,6 +127,13 @@ def test_suggestions_lead_to_a_command_that_is_accepted(place: Path, command: st
             break
     accept(words)
     assert words != command.split(), "this is no mistake"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_misspelled_key_is_corrected(key: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe("digits", [f"{key}=2"])
+    assert (error.value.code, error.value.fix) == ("E_UNKNOWN_KEY", f"did you mean {KEYS[key]}=2?")
 
 
 FITS = {"photos": "images", "street": "segmentation", "book": "language", "reviews.csv": "texts"}

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -19,13 +20,16 @@ OPTIONS = {"epochs": 1, "model.options.width": 8, "batch_size": 128, "metrics": 
 
 def test_run_is_that_of_the_command(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    summary = samestep.train("digits", OPTIONS, processes=2, name="function", runs=runs, exact=True)
+    result = samestep.train("digits", OPTIONS, processes=2, name="function", runs=runs, exact=True)
     settings = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
     assert here("train", "digits", "--name", "command", "--exact", *settings, cwd=tmp_path) == 0
-    assert summary["run"] == str(runs / "function")
-    assert summary["step"] == state_of(runs / "function")["step"] > 0
-    assert not summary["stopped"]
-    assert summary["evaluation"]["samples"] > 0
+    assert result.folder == runs / "function"
+    assert result.step == state_of(result.folder)["step"] > 0
+    assert not result.stopped
+    (event,) = events(result.folder, "evaluation")
+    assert result.metrics == {"loss": event["loss"], "samples": 360} == {**result.metrics, result.best_by: result.best}
+    assert result.training == {"loss": event["train_loss"]}
+    assert (result.best_epoch, result.skipped_steps) == (1, 0)
     assert weights(runs / "function") == weights(runs / "command")
 
 
@@ -35,6 +39,21 @@ def test_summary_is_not_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert raised.value.code == "E_UNKNOWN_KEY"
     assert not (tmp_path / "runs").exists()
     assert capfd.readouterr() == ("", "")
+
+
+def test_training_accuracy_is_that_of_the_steps_also_after_a_resumption(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    small = ("epochs=1", "model.options.width=8", "batch_size=128", "--checkpoint-every=5", "--keep=20")
+    assert here("train", "digits", "--name", "a", "--exact", "--processes", 2, *small, cwd=tmp_path) == 0
+    out, err = capfd.readouterr()
+    assert "starting 2 processes\n" in err
+    (first,) = events(tmp_path / "runs" / "a", "evaluation")
+    assert f"accuracy    {first['accuracy']:.2%}, in training {first['train_accuracy']:.2%}\n" in out
+    assert f"accuracy {first['accuracy']:.2%} (epoch 1), last {first['accuracy']:.2%}\n" in out
+    assert here("resume", "a", "--checkpoint", 5, "--processes", 1, cwd=tmp_path) == 0
+    assert events(tmp_path / "runs" / "a", "evaluation")[-1]["train_accuracy"] == first["train_accuracy"]
 
 
 @pytest.mark.parametrize("name", ["epochs", "json"])

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.system import events, here, weights
 
-SMALL = ("epochs=2", "model.options.width=8", "batch_size=128", "metrics=[]")
+SMALL = ("epochs=2", "model.options.width=8", "batch_size=128")
 
 
 def train(root: Path, processes: int, *overrides: str, name: str | None = None) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_1_and_4_processes_give_the_same_bits(tmp_path: Path) -> None:
     """The weights of 2 and 3 processes are compared in `test_invariants.py`."""
     one, four = (train(tmp_path, processes, *SMALL) for processes in (1, 4))
     assert [evaluation["samples"] for evaluation in one["evaluations"]] == [360, 360]
-    assert {"train_loss", "loss"} <= one["evaluations"][0].keys()
+    assert {"train_loss", "train_accuracy", "loss", "accuracy"} <= one["evaluations"][0].keys()
     assert len(one["steps"]) == 2 * 12  # 1,437 samples: eleven batches of 128 and one of 29
     assert four == one
 

@@ -51,6 +51,8 @@ class Progress(Strict):
     best_epoch: Count = 0  # epochs before the evaluation with the best value
     loss_sum: _Finite = 0.0  # sum of the losses of the current epoch so far
     loss_count: Annotated[float, Ge(0), Lt(math.inf)] = 0.0  # divisor for the mean of the epoch
+    # Correct and counted targets of the current epoch so far, for each accuracy.
+    hits: list[tuple[_Finite, _Finite]] = field(default_factory=list)
     skipped_steps: Count = 0  # steps without an update, because loss or gradient was not finite
     recipe: dict[str, Any] = field(default_factory=dict)  # resolved recipe
     data: dict[str, Any] = field(default_factory=dict)  # settings of the training data of a recipe

@@ -47,6 +47,7 @@ from samestep.cli.run_plans import (
 )
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, RunOptions
 from samestep.distributed.disk_operations import HeldFolder
+from samestep.distributed.logging import logger
 from samestep.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -71,7 +72,7 @@ from samestep.recipes.recipe_files import (
 )
 from samestep.recipes.settings import annotated
 from samestep.recipes.trust import sign
-from samestep.runs import require_run_name
+from samestep.runs import RunResult, require_run_name
 from samestep.units import parse_duration, plural
 
 
@@ -150,20 +151,19 @@ class TrainedRun:
         """Return the summary for the terminal."""
         summary = self.summary
         evaluation = summary["evaluation"]
-        lines = [
-            (name, format_metric(name, value))
-            for name, value in evaluation.items()
-            if name not in ("loss", "samples")
-        ]
-        if evaluation:
-            losses = format_metric("loss", evaluation["loss"])
-            if summary["train_loss"] is not None:
-                losses += f", in training {format_metric('loss', summary['train_loss'])}"
-            lines.append(("val loss", losses))
+        lines = []
+        for name in sorted({*evaluation} - {"samples"}, key=lambda one: one == "loss"):
+            text = format_metric(name, evaluation[name])
+            if summary.get(f"train_{name}") is not None:
+                text += f", in training {format_metric(name, summary[f'train_{name}'])}"
+            label = "val loss" if name == "loss" else name
+            lines.append((label, text))
         if summary["best"] is not None:
             name = summary["best_by"]
-            best = f"{name} {format_metric(name, summary['best'])}"
-            lines.append(("best", f"{best} (epoch {summary['best_epoch']})"))
+            best = f"{name} {format_metric(name, summary['best'])} (epoch {summary['best_epoch']})"
+            if name in evaluation:
+                best += f", last {format_metric(name, evaluation[name])}"
+            lines.append(("best", best))
         if evaluation:
             lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
         if summary["samples_per_second"]:
@@ -252,6 +252,8 @@ class TrainingOptions(
 
         def attempt(count: int, config: LaunchConfig) -> LaunchResult:
             arguments = self._rank_arguments(plan)
+            if sys.stderr.isatty() and not self.json:
+                logger.info("starting %s", plural(count, "process"))
             return self.launch("train", *arguments, processes=count, config=config)
 
         def newest_step() -> int:
@@ -444,8 +446,8 @@ class Resume(TrainingOptions, SetOption, RunArgument):
 
 def train(
     recipe: str | Path, overrides: Mapping[str, Any] | None = None, **options: Any
-) -> dict[str, Any]:
-    """Train a recipe as `samestep train` does, and return the summary of the run.
+) -> RunResult:
+    """Train a recipe as `samestep train` does, and return the result of the run.
 
         overrides = {"data.options.path": "photos", "epochs": 5}
         samestep.train("images", overrides, processes=2, name="first")
@@ -461,9 +463,7 @@ def train(
             `strategy`, `or_resume`, `runs` and `max_restarts`. Times are seconds.
 
     Returns:
-        `step`, `stopped` (after a stop request), `skipped_steps`, `evaluation` (the values of the
-        last one), `best`, `best_by`, `best_epoch`, `train_loss`, `seconds`,
-        `samples_per_second` and `run`, the directory.
+        Metrics, the best of them, and the directory of the run.
 
     Raises:
         InputError: the recipe, a key or an option is invalid.
@@ -493,4 +493,4 @@ def train(
     except ReportedError as error:
         raise SystemExit(error.exit_code) from None
     run.require_finite_steps()
-    return {**run.summary, "run": str(run.folder)}
+    return RunResult.of(run.folder, run.summary)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LINE_SECONDS = 60.0  # between lines about the progress without a terminal
 _NO_TERMINAL_METRICS = (
-    *(*NOT_METRICS, "epochs", "train_loss", "loss"),
+    *(*NOT_METRICS, "epochs"),
     *("is_best", "skipped_steps", "samples_per_second"),
 )
 _FLUSH_SECONDS = 1.0
@@ -143,14 +143,17 @@ class ProgressLogger(Logger):
             if time.monotonic() - self._last_line >= self._line_seconds:
                 self._print(f"{label}  {done}/{total}  {text}".rstrip())
             return
+        state: Any = {"description": label, "completed": done, "total": total, "text": text}
         if self._task is None:
+            self._task = self._bar.add_task(**state)
             self._bar.start()
-            self._task = self._bar.add_task("", text="")
-        if label != self._label:
+        elif label == self._label:
+            self._bar.update(self._task, **state)
+        else:
+            self._bar.refresh()  # with the end of the earlier work
             # The remaining time follows from the speed of the same work.
-            self._bar.reset(self._task)
-            self._label = label
-        self._bar.update(self._task, description=label, completed=done, total=total, text=text)
+            self._bar.reset(self._task, **state)
+        self._label = label
 
     def close(self) -> None:
         self._bar.stop()
@@ -163,20 +166,21 @@ class ProgressLogger(Logger):
 
 def evaluation_line(event: Event) -> str:
     """Format an evaluation as one line."""
-    metrics = [
-        f"{name} {format_metric(name, value)}"
-        for name, value in event.items()
-        if name not in _NO_TERMINAL_METRICS
-    ]
+    columns = []
+    for name, value in event.items():
+        if name in _NO_TERMINAL_METRICS or name.startswith("train_"):
+            continue
+        if f"train_{name}" in event:
+            columns.append(f"train {name} {format_metric(name, event[f'train_{name}']):>7}")
+        columns.append(f"val {name} {format_metric(name, value):>7}")
     best = "  best" if event["is_best"] else ""
     skipped = ""
     if event["skipped_steps"]:
         skipped = f"  skipped {plural(event['skipped_steps'], 'step')}"
-    losses = f"train loss {event['train_loss']:.4f}  val loss {event['loss']:.4f}"
     return (
         f"epoch {event['epoch']:>{len(str(event['epochs']))}}/{event['epochs']}  "
-        f"{losses}  {'  '.join(metrics)}  "
-        f"{event['samples_per_second']:,.0f} samples/s{skipped}{best}"
+        f"{'  '.join(columns)}  "
+        f"{event['samples_per_second']:6,.0f} samples/s{skipped}{best}"
     )
 
 

@@ -108,13 +108,14 @@ def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str,
     picture = folder / "confusion.png"
     try:
         table.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        (folder / "samples.json").write_text(json.dumps(by_class["samples"]), encoding="utf-8")
         draw_confusion(counts, names, picture)
     except OSError as error:
         value = f"{folder} cannot be written: {error.strerror}"
         fix = "free disk space, or --report with another folder"
         raise RunError(value, fix=fix, code="E_OUTPUT") from error
     files = [str(table), str(picture)]
-    if by_class.get("pictures"):
+    if by_class["samples"]:
         files.append(str(folder / "overlays"))
     return ["", *table_lines(rows), "", f"{'report':<12}{', '.join(files)}"]
 

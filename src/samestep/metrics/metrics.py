@@ -62,12 +62,8 @@ class CountMetric(ABC):
                     expected="a tensor of logits and a tensor of class numbers",
                     fix="set metrics: [] in the recipe",
                 )
-        channels = 1
-        expected = outputs.shape
-        if outputs.dim() > 1 and outputs.shape[1] != 1:
-            channels = outputs.shape[1]
-            expected = (*outputs.shape[:1], *outputs.shape[2:])
-        if channels != (self.classes or channels) or targets.shape != expected:
+        channels = channels_of(outputs, targets)
+        if channels is None or channels != (self.classes or channels):
             classes = f" for {self.classes} classes" if self.classes else ""
             raise _metric_error(
                 f"metric {self.name} received outputs of shape {tuple(outputs.shape)} and targets "
@@ -103,6 +99,20 @@ class CountMetric(ABC):
     @abstractmethod
     def value(self, counts: torch.Tensor) -> float:
         """Return the metric of summed counts."""
+
+
+def channels_of(outputs: Any, targets: Any) -> int | None:
+    """Return the number of output channels; None if the targets are no class of each output."""
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return None
+    channels = 1
+    expected = outputs.shape
+    if outputs.dim() > 1 and outputs.shape[1] != 1:
+        channels = outputs.shape[1]
+        expected = torch.Size([*outputs.shape[:1], *outputs.shape[2:]])
+    if targets.shape != expected:
+        return None
+    return channels
 
 
 class Accuracy(CountMetric):

@@ -126,6 +126,22 @@ def write_overlays(
     return paths
 
 
+def is_image(inputs: Any, targets: Any, outputs: Any) -> bool:
+    """Return whether a batch has images `(N, 1 or 3, H, W)` with one class per image."""
+    if not all(isinstance(value, torch.Tensor) for value in (inputs, targets, outputs)):
+        return False
+    is_picture = inputs.dim() == 4 and inputs.shape[1] in (1, 3)
+    is_class = outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
+    return is_picture and is_class and bool(outputs.shape[1] > 1)
+
+
+def write_pictures(folder: Path, samples: Sequence[int], inputs: torch.Tensor) -> None:
+    """Write the inputs `(N, 1 or 3, H, W)` as PNGs, named as those of `write_overlays`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, pixels in zip(samples, device_reads.copy(inputs.float()), strict=True):
+        scaled_image(pixels).save(folder / f"sample-{number:06}.png")
+
+
 def scaled_image(pixels: torch.Tensor) -> Image.Image:
     """Return `pixels` `(channels, H, W)`, scaled from the least to the largest value."""
     low = pixels.min()

@@ -38,7 +38,7 @@ from samestep.errors import RecipeError, class_name
 from samestep.global_view import parallel, world_of_process
 from samestep.launcher.job import process_state
 from samestep.loading import loader
-from samestep.metrics.metrics import CountMetric, LossMetric, build_metrics
+from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, build_metrics
 from samestep.recipes.driver import Driver
 from samestep.recipes.loss import LossFunction, RecipeLoss
 from samestep.recipes.models import (
@@ -246,6 +246,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         scheduler=LambdaLR(optimizer, factor),
         parameters=divided_parameters(model) or CompleteModel(model),
         prepare=splits.prepare,
+        accuracies=[metric for metric in metrics if isinstance(metric, Accuracy)],
     )
     notes += weight_notes
     return Built(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.checkpoint.contents import Progress
@@ -72,6 +73,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._logger = logger
         self._loss_sum = 0.0
         self._loss_count = 0.0
+        self._hits = torch.zeros(len(self._driver.accuracies), 2, dtype=torch.float64)
         self._accepted_changes: list[str] = []
         self._notes: list[str] = []
         self._interval = CheckpointInterval(options.max_lost_work)
@@ -96,11 +98,15 @@ class RecipeCheckpoints(LoopCheckpoints):
         return epochs >= patience and not self.awaits_evaluation
 
     @property
-    def train_loss(self) -> float:
-        """Mean loss of the steps of the epoch so far; NaN without a loss."""
+    def train_values(self) -> dict[str, float]:
+        """`train_loss`, NaN without a loss, and accuracies of the steps of the epoch so far."""
+        values = {"train_loss": math.nan}
         if self._loss_count:
-            return self._loss_sum / self._loss_count
-        return float("nan")
+            values["train_loss"] = self._loss_sum / self._loss_count
+        for metric, hits in zip(self._driver.accuracies, self._hits, strict=True):
+            if hits[1]:
+                values[f"train_{metric.name}"] = metric.value(hits)
+        return values
 
     @property
     def awaits_evaluation(self) -> bool:
@@ -116,6 +122,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             best_epoch=self.best_epoch,
             loss_sum=self._loss_sum,
             loss_count=self._loss_count,
+            hits=self._hits.tolist(),
             skipped_steps=self.skipped_steps,
             recipe=self.recipe,
             data=self._data_settings(cursor.epoch),
@@ -151,6 +158,8 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._load(path, saved)
         self._loss_sum = progress.loss_sum
         self._loss_count = progress.loss_count
+        if len(progress.hits) == len(self._hits):  # none in a checkpoint of an earlier version
+            self._hits = torch.tensor(progress.hits, dtype=torch.float64).view(-1, 2)
         self.skipped_steps = progress.skipped_steps
         self.best_epoch = progress.best_epoch
         self._accepted_changes = changes
@@ -197,6 +206,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         if not result.skipped and result.weight:
             self._loss_sum += result.loss * result.weight
             self._loss_count += result.weight
+            self._hits += result.hits
         self._writer.poll()
 
     def is_due(self, step_seconds: float, evaluation_seconds: float) -> bool:
@@ -231,6 +241,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             is_best = self.is_best(values)
             self._loss_sum = 0.0
             self._loss_count = 0.0
+            self._hits.zero_()
         if values is not None and is_best:
             self._best = values[self._rule.by]
             self.best_epoch = self._batches.cursor.epoch

@@ -24,7 +24,7 @@ from samestep.distributed.rng import derive_seed, preserved_generators, seed_gen
 from samestep.distributed.world import World
 from samestep.errors import InputError, RunError
 from samestep.global_view import any_rank, no_sync
-from samestep.metrics.metrics import LossMetric, Metric
+from samestep.metrics.metrics import Accuracy, LossMetric, Metric, channels_of
 from samestep.microbatches import microbatch_bounds
 from samestep.recipes.loss import RecipeLoss, first_batch, non_finite_error
 from samestep.recipes.optimizers import decides_on_device, step_if
@@ -43,6 +43,7 @@ class StepResult:
         lr: learning rate of the first parameter group in this step.
         grad_norm: 2-norm of the gradient, before clipping.
         skipped: the update was skipped because of a non-finite loss or gradient.
+        hits: correct and counted targets of the batch for each accuracy.
     """
 
     step: int
@@ -51,6 +52,7 @@ class StepResult:
     lr: float
     grad_norm: float
     skipped: bool
+    hits: torch.Tensor
 
 
 class Driver:
@@ -65,8 +67,10 @@ class Driver:
         scheduler: stepped after each step.
         parameters: parameters on this rank.
         prepare: function from a batch on the device to inputs and targets.
+        accuracies: metrics that are also counted in training.
 
     Attributes:
+        accuracies: metrics that are also counted in training.
         local_parameters: parameters on this rank.
         steps: number of steps done, skipped ones included; random states and schedule depend on it.
         scaler: the loss scaler of fp16, disabled otherwise.
@@ -83,12 +87,14 @@ class Driver:
         scheduler: LRScheduler,
         parameters: SavedParameters,
         prepare: Callable[[Any], Any] | None = None,
+        accuracies: Sequence[Accuracy] = (),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.world = world
         self.local_parameters = parameters
+        self.accuracies = accuracies
         self.steps = 0
         is_half = recipe.step.precision == "fp16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=is_half)
@@ -132,11 +138,11 @@ class Driver:
         seed = derive_seed("shard", self._config.seed, self.steps, 0)
         seed_generators(seed, self.world.device)
         data = self.on_device(batch)
-        loss, weight = self._backward(data, len(batch.samples))
+        loss, weight, hits = self._backward(data, len(batch.samples))
         self.scaler.unscale_(self.optimizer)  # clipping needs gradients in their own scale
         norm = self._clipped_norm()
         rate = float(self.optimizer.param_groups[0]["lr"])
-        numbers = torch.stack([loss.double(), norm.double(), weight.double()])
+        numbers = torch.stack([loss.double(), norm.double(), weight.double(), *hits.double()])
         if self._decides_on_device:
             step_if(self.optimizer, numbers[:2].isfinite().all())
         # The only wait for the device in a step.
@@ -156,7 +162,10 @@ class Driver:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             self.scheduler.step()
         self.steps += 1
-        return StepResult(self.steps, values[0], values[2], rate, values[1], not is_finite)
+        loss_value, norm_value, weight_value, *counts = values
+        hits = torch.tensor(counts, dtype=torch.float64).view(-1, 2)
+        skipped = not is_finite
+        return StepResult(self.steps, loss_value, weight_value, rate, norm_value, skipped, hits)
 
     def on_device(self, batch: RecipeBatch) -> tuple[Any, Any]:
         """Return inputs and targets of a batch on the device of this rank."""
@@ -168,25 +177,46 @@ class Driver:
             inputs = channels_last(inputs)
         return inputs, targets
 
-    def _backward(self, data: tuple[Any, Any], samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradients of a batch, part after part; return loss and weight on the device."""
+    def _backward(
+        self, data: tuple[Any, Any], samples: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Add the gradients of a batch, part after part; return loss, weight and hits."""
         if self._parts == 1:
-            loss = self.losses(*data)[1]["loss"]
-            self.scaler.scale(loss).backward()
-            return loss.detach(), self._weight(data[1], samples)
+            outputs, losses = self.losses(*data)
+            hits = self._hits(outputs, data[1])
+            self.scaler.scale(losses["loss"]).backward()
+            return losses["loss"].detach(), self._weight(data[1], samples), hits
         parts = parts_of(data, samples, self._parts)
         sizes = [stop - start for start, stop in microbatch_bounds(samples, len(parts))]
         weights = [self._weight(part[1], size) for part, size in zip(parts, sizes, strict=True)]
         total = torch.stack(weights).sum()
-        losses = []
+        terms = []
+        counts = []
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
             # Ranks add their gradients once, in the backward of the last part.
             with nullcontext() if number == len(parts) else no_sync(self.model):
-                loss = self.losses(*part)[1]["loss"]
-                loss = loss * (weight / total).to(loss.dtype)
+                outputs, losses = self.losses(*part)
+                counts.append(self._hits(outputs, part[1]))
+                loss = losses["loss"] * (weight / total).to(losses["loss"].dtype)
                 self.scaler.scale(loss).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum(), total
+            terms.append(loss.detach())
+        return torch.stack(terms).sum(), total, torch.stack(counts).sum(dim=0)
+
+    @torch.no_grad()
+    def _hits(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """Return correct and counted targets for each accuracy, one after the other.
+
+        Zeros if the targets are no classes, as after mixup.
+        """
+        channels = channels_of(outputs, targets)
+        if channels is None or not self.accuracies:
+            return torch.zeros(2 * len(self.accuracies), device=self.world.device)
+        return torch.cat(
+            [
+                one.count(outputs, targets, targets != one.ignore_index, channels)
+                for one in self.accuracies
+            ]
+        )
 
     def losses(self, inputs: Any, targets: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return the outputs of the model, and the losses of the whole batch by name.

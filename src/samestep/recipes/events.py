@@ -89,12 +89,12 @@ class TrainingEvents:
 
     Attributes:
         timer: times of the steps.
-        train_loss: mean loss of the steps of the last complete epoch; None before.
+        train_values: `train_loss` and accuracies of the last complete epoch; None before.
     """
 
     def __init__(self, logger: RunLogger, built: Built, epochs: int, options: RunOptions) -> None:
         self.timer = StepTimer()
-        self.train_loss: float | None = None
+        self.train_values: dict[str, float | None] = {"train_loss": None}
         self._logger = logger
         self._built = built
         self._driver = built.driver
@@ -114,6 +114,12 @@ class TrainingEvents:
         """Work of this rank; any thread may read it."""
         timer = self.timer
         return RankProgress(self._driver.steps, timer.local_samples, timer.waits.seconds)
+
+    def log_begin(self) -> None:
+        """Show the position on the terminal before the first step, which can take long."""
+        batches = self._built.train
+        done = batches.cursor.samples // batches.batch_size
+        self._logger.log_progress("starting", done, len(batches))
 
     def read(self, batch: RecipeBatch) -> None:
         """Count the tokens of a training batch, and the samples that were left out."""
@@ -151,11 +157,12 @@ class TrainingEvents:
             self._logger.log_progress("evaluation", done, len(batches))
             self._skipped["evaluation"] += batch.skipped
             yield batch
+        self._logger.log_progress("evaluation", len(batches), len(batches))
 
     def log_epoch(self, values: dict[str, float], checkpoints: RecipeCheckpoints) -> None:
         """Log the end of an epoch, with the values of its evaluation; a collective."""
         step = self._driver.steps
-        self.train_loss = checkpoints.train_loss
+        self.train_values = {**checkpoints.train_values}
         self._log_skipped("training")
         self._log_skipped("evaluation")
         self._log_cache()
@@ -179,7 +186,7 @@ class TrainingEvents:
             step=step,
             epoch=self._built.train.cursor.epoch,
             epochs=self._epochs,
-            train_loss=self.train_loss,
+            **self.train_values,
             is_best=checkpoints.is_best(values),
             skipped_steps=checkpoints.skipped_steps,
             samples_per_second=round(self.timer.speed, 1),

@@ -19,7 +19,7 @@ from samestep.distributed.devices import set_tf32
 from samestep.errors import InputError
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.metrics import MAX_CLASSES, ConfusionMatrix, LossMetric, Metric
-from samestep.metrics.overlays import is_segmentation, write_overlays
+from samestep.metrics.overlays import is_image, is_segmentation, write_overlays, write_pictures
 from samestep.recipes.builder import TASKS, Built, build_model, find, without_pretrained
 from samestep.recipes.driver import autocast, call_model
 from samestep.recipes.recipe_files import DatasetInfo
@@ -170,7 +170,7 @@ class _ClassCounts(ConfusionMatrix):
 
 
 def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return the evaluation with the confusion matrix as `by_class`; draw overlays into `folder`.
+    """Return the evaluation with the confusion matrix as `by_class`; draw samples into `folder`.
 
     Raises:
         InputError: the data has no classes, or too many.
@@ -187,13 +187,15 @@ def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, A
     values = evaluated(built, [*built.metrics, counts])
     if len(classes) == 1:  # binary segmentation
         classes = ["background", *classes]
-    pictures = _draw_overlays(built, recipe, folder)
-    by_class = {"classes": classes, "counts": counts.matrix, "pictures": pictures}
+    samples = _draw_samples(built, recipe, folder, classes)
+    by_class = {"classes": classes, "counts": counts.matrix, "samples": samples}
     return values | {"by_class": by_class}
 
 
-def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
-    """Draw the first predictions of a segmentation, and return their number; a collective.
+def _draw_samples(
+    built: Built, recipe: Recipe, folder: Path, classes: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Draw the first samples of images, and return positions and predictions; a collective.
 
     File names are the positions in the evaluation data. Rank 0 writes.
     """
@@ -202,7 +204,8 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
     if is_main:
         for path in folder.glob("sample-*.png"):  # of an earlier evaluation
             path.unlink()
-    count = 0
+    samples: list[dict[str, Any]] = []
+    names = dict(enumerate(classes))
     with driver.evaluating(), closing(complete_epoch(built.evaluation)) as batches:
         for number, batch in enumerate(batches):
             if number * recipe.batch_size >= _MAX_OVERLAYS:
@@ -212,10 +215,21 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
             inputs, targets = driver.on_device(batch)
             outputs = driver.losses(inputs, targets)[0]
             positions = [place for place in batch.samples.tolist() if place < _MAX_OVERLAYS]
-            if positions and is_segmentation(inputs, targets, outputs):
-                # On all ranks, because it gathers.
-                drawn = [tensor[: len(positions)] for tensor in (inputs, targets, outputs)]
-                if is_main:
-                    write_overlays(folder, positions, *drawn)
-                count += len(positions)
-    return count
+            is_dense = is_segmentation(inputs, targets, outputs)
+            if not positions or not (is_dense or is_image(inputs, targets, outputs)):
+                continue
+            # On all ranks, because it gathers.
+            drawn = [tensor[: len(positions)] for tensor in (inputs, targets, outputs)]
+            if is_dense and is_main:
+                write_overlays(folder, positions, *drawn)
+            elif is_main:
+                write_pictures(folder, positions, drawn[0])
+            pairs: list[Sequence[int]] = [()] * len(positions)
+            if not is_dense:
+                numbers = torch.stack([drawn[1], drawn[2].argmax(dim=1)], dim=1)
+                pairs = device_reads.copy(numbers).tolist()
+            for position, pair in zip(positions, pairs, strict=True):
+                texts = [names.get(number, "none") for number in pair]
+                entry = dict(zip(("class", "prediction"), texts, strict=False))
+                samples.append({"sample": position, **entry})
+    return samples

@@ -60,7 +60,7 @@ def train(
 
     Returns:
         `stopped` on request, and `stop_signal`; `step` and `skipped_steps`; `has_failed` if most
-        were skipped; the last `evaluation` and `train_loss`; `best` values; `seconds` and speed.
+        were skipped; the last `evaluation`, `train_` and `best` values; `seconds` and speed.
     """
     with (
         start_world(recipe, options) as world,
@@ -86,6 +86,7 @@ def train(
         monitor.follow(lambda: events.rank_progress)
         with log:
             log.log_config(checkpoints.recipe)
+            events.log_begin()
             values, stopped = fit(built, recipe.epochs, checkpoints, events)
             events.log_end(stopped=stopped)
         return {
@@ -95,7 +96,7 @@ def train(
             "has_failed": 2 * checkpoints.skipped_steps > built.driver.steps,
             "evaluation": values,
             **checkpoints.summary,
-            "train_loss": events.train_loss,
+            **events.train_values,
             "seconds": events.timer.elapsed,
             "samples_per_second": events.timer.speed,
         }

@@ -29,6 +29,7 @@ _ALTERNATIVES = ("constrained-int", "literal['auto']")
 # Valid values of keys without a default.
 _EXAMPLES = {"batch_size": 64, "epochs": 10}
 _DEFAULT = "default"
+_LEAST = 0.7  # similarity of a misspelled key
 _WORD = re.compile(r"[A-Za-z_][\w./-]*(:[\w./-]+)*")
 _CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _NONE = object()
@@ -242,7 +243,9 @@ def explained(
             kind = section_of(kind, part)
         names = _names(kind)
         siblings = [".".join([*section, other]) for other in names]
-        meant = suggest(key, [*siblings, *SYNONYMS.values()], least=0.75)
+        meant = suggest(key, [*siblings, *SYNONYMS.values()], least=_LEAST)
+        if meant is None and not section:
+            meant = _similar_end(key, before)
         if meant is None and "options" in names:
             meant = ".".join([*section, "options", name])
         problem = f"unknown key {key}"
@@ -266,6 +269,17 @@ def explained(
         meant = f"{meant}{asked[len(key) :]}"
         fix = f"did you mean {_with_value(meant, settings.get(asked))}?"
     return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
+
+
+def _similar_end(key: str, data: Mapping[str, Any]) -> str | None:
+    """Return the full key that ends in a name similar to a misspelled short key, or None."""
+    known = (*_keys_of(Recipe), *flat(data), *SYNONYMS.values())
+    ends = {name.rpartition(".")[2] for name in known}
+    end = suggest(key, ends, least=_LEAST)
+    with suppress(RecipeError):  # several keys end in this name
+        if end is not None:
+            return full_key(data, end)
+    return None
 
 
 def _with_value(meant: str, text: str | None) -> str:

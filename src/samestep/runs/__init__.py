@@ -1,15 +1,60 @@
-"""Run directories: names of runs, entries of starts, and the directory of a custom loop."""
+"""Run directories: names of runs, entries of starts, results, the directory of a custom loop."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from samestep.distributed.env import expand_path
 from samestep.errors import InputError
 
 RUNS = Path("runs")  # default folder of runs
 LOOP = "run.json"  # marks the run directory of a custom loop
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of `samestep.train`.
+
+    Attributes:
+        folder: directory of the run.
+        metrics: `loss`, `samples` and metrics of the last evaluation; empty without one.
+        training: `loss`, and accuracies by name, of the steps of the last complete epoch.
+        best: best value of `best_by`, or None.
+        best_by: name of the metric that selects the best checkpoint.
+        best_epoch: epochs before the evaluation with the best value.
+        step: number of optimizer steps.
+        skipped_steps: steps without an update, because loss or gradient was not finite.
+        stopped: a stop request has ended the run early.
+        seconds: time from the first step of this start to its end.
+        samples_per_second: mean speed of the steps of this start.
+    """
+
+    folder: Path
+    metrics: dict[str, float]
+    training: dict[str, float]
+    best: float | None
+    best_by: str
+    best_epoch: int
+    step: int
+    skipped_steps: int
+    stopped: bool
+    seconds: float
+    samples_per_second: float
+
+    @classmethod
+    def of(cls, folder: Path, summary: Mapping[str, Any]) -> RunResult:
+        """Return the result of a summary, in which training values have the prefix `train_`."""
+        values = dict(summary)
+        metrics = values.pop("evaluation")
+        names = [name for name in values if name.startswith("train_")]
+        training = {name.removeprefix("train_"): values.pop(name) for name in names}
+        if training["loss"] is None:
+            training = {}
+        return cls(folder, metrics, training, **values)
 
 
 def require_run_name(name: str, fix: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -12,9 +14,10 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from samestep.distributed.disk_operations import read_small
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import differences
-from samestep.tools.run_log import Run
+from samestep.tools.run_log import Run, parse_count, parse_text, read_objects
 from samestep.tools.templates import render
 
 # Start of every report. Only a file with this start is overwritten.
@@ -34,7 +37,12 @@ _RIGHT = 630.0
 _TOP = 10.0
 _BOTTOM = 190.0
 _BUCKETS = 400  # of a longer curve, minimum and maximum of each are drawn
+_SPEEDS = 30  # windows of the curve of samples per second
 _MAX_NOTES = 100
+_MAX_SAMPLES = 16
+_MAX_PICTURE = 1 << 23  # bytes
+_PNG = b"\x89PNG\r\n\x1a\n"
+_EVALUATION = "evaluation"  # folder of a run for `samestep eval --report`
 Floats = NDArray[numpy.float64]
 
 
@@ -46,11 +54,15 @@ class Series:
     name: str
     steps: Floats  # ascending
     values: Floats
+    is_dashed: bool = False  # of training, in a chart of validation
 
     @classmethod
-    def of(cls, run: int, name: str, values: Mapping[int, float]) -> Series:
+    def of(
+        cls, run: int, name: str, values: Mapping[int, float], *, is_dashed: bool = False
+    ) -> Series:
         """Return the curve of values by step."""
-        return cls(run, name, *numpy.array(sorted(values.items())).reshape(-1, 2).T)
+        steps, heights = numpy.array(sorted(values.items())).reshape(-1, 2).T
+        return cls(run, name, steps, heights, is_dashed)
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ def report_page(runs: Sequence[Run]) -> str:
         runs=runs,
         facts=[summary(run) for run in runs],
         charts=[draw(chart) for chart in charts(runs)],
+        samples=[(run.name, drawn) for run in runs if (drawn := predictions(run))],
         differences=[differences(runs[0].recipe, run.recipe) for run in runs],
         max_notes=_MAX_NOTES,
         format_number=format_number,
@@ -98,6 +111,7 @@ def summary(run: Run) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": log.rank,
+                "seconds": log.seconds,
                 "data_share": log.mean("data_share"),
                 "wait_share": log.mean("wait_share"),
             }
@@ -116,24 +130,57 @@ def _last_evaluation(run: Run, events: Sequence[Mapping[str, Any]]) -> dict[str,
 def charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts with points: losses, metrics of evaluations, then other values."""
     by_metric: dict[str, list[Series]] = {}
+    parts = {False: "", True: ", training"}
     by_curve: dict[str, list[Series]] = {name: [] for name in _TITLES}
     for number, run in enumerate(runs):
-        for name, curve in run.events.curves.items():
+        curves = {**run.events.curves}
+        curves["samples_per_second"] = speeds(curves["samples_per_second"])
+        for name, curve in curves.items():
             by_curve.setdefault(name, []).append(Series.of(number, run.name, curve))
-        metrics: dict[str, dict[int, float]] = {}
-        for step, event in sorted(run.events.evaluations.items()):
-            for name, value in run.evaluation_values(event).items():
-                metrics.setdefault(name, {})[step] = value
-        for name, metric in metrics.items():
-            by_metric.setdefault(name, []).append(Series.of(number, run.name, metric))
+        for of_training, part in parts.items():
+            metrics: dict[str, dict[int, float]] = {}
+            for step, event in run.events.evaluations.items():
+                values = run.evaluation_values(event, of_training=of_training)
+                for name, value in values.items():
+                    metrics.setdefault(name, {})[step] = value
+            for name, metric in metrics.items():
+                series = Series.of(number, run.name + part, metric, is_dashed=of_training)
+                by_metric.setdefault(name, []).append(series)
     titles = {name: _TITLES.get(name, f"Logged: {name}") for name in by_curve}
     first, *others = (Chart(titles[name], name, curves) for name, curves in by_curve.items())
     evaluated = [
-        Chart(f"Evaluation: {name}", name, curves, is_evaluation=True)
+        Chart(f"Validation {name}", name, curves, is_evaluation=True)
         for name, curves in by_metric.items()
     ]
     drawn = [first, *evaluated, *others]
     return [chart for chart in drawn if any(len(curve.steps) for curve in chart.curves)]
+
+
+def speeds(values: Mapping[int, float]) -> dict[int, float]:
+    """Return samples per second of windows of steps: their samples divided by their time.
+
+    The steps have equally many samples, so this is the harmonic mean of their speeds.
+    """
+    steps = sorted(step for step, value in values.items() if 0 < value < float("inf"))
+    size = max(1, -(-len(steps) // _SPEEDS))
+    windows = [steps[begin : begin + size] for begin in range(0, len(steps), size)]
+    return {
+        window[-1]: len(window) / sum(1 / values[step] for step in window) for window in windows
+    }
+
+
+def predictions(run: Run) -> list[dict[str, str]]:
+    """Return samples that `samestep eval --report` has drawn in the run, with PNGs in base64."""
+    folder = run.folder / _EVALUATION
+    samples = []
+    with suppress(OSError, ValueError):  # without such a folder, or damaged
+        for entry in read_objects(folder / "samples.json")[:_MAX_SAMPLES]:
+            path = folder / "overlays" / f"sample-{parse_count(entry.get('sample')) or 0:06}.png"
+            picture = read_small(path, _MAX_PICTURE)
+            if picture.startswith(_PNG):
+                texts = {key: parse_text(entry.get(key)) for key in ("class", "prediction")}
+                samples.append({"picture": b64encode(picture).decode(), **texts})
+    return samples
 
 
 def format_number(name: str, value: float, *, is_metric: bool = True) -> str:
@@ -168,15 +215,20 @@ def draw(chart: Chart) -> dict[str, Any]:
         values = curve.values[mask]
         for kind, (steps, heights) in reduced(curve.steps[mask], values):
             points = zip(across(steps), down(heights), strict=True)
-            lines.append((curve.run, kind, " ".join(f"{x:.1f},{y:.1f}" for x, y in points)))
+            text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            if len(steps) == 1:  # a dot
+                text = f"{text} {text}"
+            style = f"{kind} dashed" if curve.is_dashed else kind
+            lines.append((curve.run, style, text))
         statistics = (values[-1], values.min(), values.max()) if len(values) else ()
         is_metric = chart.is_evaluation
         texts = [format_number(chart.name, float(one), is_metric=is_metric) for one in statistics]
         rows.append((curve.run, curve.name, texts, int((~mask).sum())))
+    has_training = any(curve.is_dashed for curve in chart.curves)
     x_ticks = numpy.array(ticks(left, right))
     y_ticks = numpy.array(ticks(low, high))
     return {
-        "title": chart.title,
+        "title": f"{chart.title} (dashed: training)" if has_training else chart.title,
         "lines": lines,
         "rows": rows,
         "x_ticks": [

@@ -24,7 +24,7 @@ from samestep.units import plural
 
 _CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
 _NOT_METRICS = (
-    *("time", "event", "step", "epoch", "epochs", "is_best", "train_loss"),
+    *("time", "event", "step", "epoch", "epochs", "is_best"),
     *("samples", "samples_per_second", "skipped_steps"),
 )
 _NOTES = ("cache", "note", "skipped", "stop")
@@ -109,6 +109,8 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
         OSError: the file cannot be read.
     """
     content = json.loads(read_small(path))
+    if not isinstance(content, list):
+        raise ValueError(f"{path} has no list")
     return [_cleaned(entry) for entry in content if isinstance(entry, dict)]
 
 
@@ -184,7 +186,11 @@ class EventLog:
     def _add_at(self, step: int, kind: str, event: dict[str, Any]) -> None:
         if kind == "step":
             self.step = step
-            self._add_values(step, {name: event.get(name) for name in _CURVES})
+            numbers = {name: event.get(name) for name in _CURVES}
+            # The last batch of an epoch can be short, with fewer samples per second.
+            if event.get("step_in_epoch", 1) == event.get("steps_in_epoch", 0) > 1:
+                del numbers["samples_per_second"]
+            self._add_values(step, numbers)
         elif kind == "metrics" and isinstance(event.get("values"), dict):
             self._add_values(step, event["values"])
         elif kind == "evaluation":
@@ -293,13 +299,20 @@ class Run:
             return "stopped"
         return "finished"
 
-    def evaluation_values(self, event: Mapping[str, Any] | None) -> dict[str, float]:
-        """Return the loss and the metrics of an evaluation, without values that are no numbers."""
+    def evaluation_values(
+        self, event: Mapping[str, Any] | None, *, of_training: bool = False
+    ) -> dict[str, float]:
+        """Return the loss and the metrics of an evaluation, without values that are no numbers.
+
+        With `of_training`, return those of the training steps of the same epoch.
+        """
         values = {name: parse_number(value) for name, value in (event or {}).items()}
         return {
-            name: value
+            name.removeprefix("train_"): value
             for name, value in values.items()
-            if value is not None and name not in _NOT_METRICS
+            if value is not None
+            and name not in _NOT_METRICS
+            and name.startswith("train_") == of_training
         }
 
 

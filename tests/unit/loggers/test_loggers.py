@@ -304,6 +304,7 @@ def test_progress_bar_shows_evaluations() -> None:
     logger = ProgressLogger(Console(file=out, force_terminal=True, width=100))
     logger.log_event(STEP)
     until(lambda: "3/4" in out.getvalue(), "a picture; there are four a second", 60)
+    logger.log_event({**STEP, "step": 4, "step_in_epoch": 4})
     logger.log_progress("evaluation", 7, 40)
     logger.close()
     screen = Screen()
@@ -311,6 +312,16 @@ def test_progress_bar_shows_evaluations() -> None:
     lines = [line for frame in screen.frames for line in frame]
     assert any("epoch 1" in line and "3/4" in line and "loss 0.5000" in line for line in lines)
     assert any("evaluation" in line and " 7/40" in line for line in lines)
+    assert any("epoch 1" in line and "4/4" in line for line in lines)
+    assert not any(" 0/" in line for line in lines)
+
+
+def test_columns_of_epochs_are_aligned() -> None:
+    first = evaluation_line({**EVALUATION, "train_accuracy": 0.05, "accuracy": 1.0, "loss": 12.5})
+    second = evaluation_line({**EVALUATION, "epoch": 10, "train_accuracy": 0.912, "samples_per_second": 9.0})
+    for name in ("train loss", "val loss", "train accuracy", "val accuracy", "samples/s", "best"):
+        assert first.index(name) == second.index(name)
+    assert "train accuracy   5.00%  val accuracy 100.00%" in first
 
 
 # --- environment.json, timer ---
