@@ -130,13 +130,6 @@ def test_recipe_that_fits_the_data(place: Path, path: str) -> None:
     assert recipe_for(place / path) == FITS[path]
 
 
-def test_volumes_are_recognized(tmp_path: Path) -> None:
-    for name in ("images/a.npy", "masks/a.npy"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_bytes(b"")
-    assert recipe_for(tmp_path) == "volumes"
-
-
 PATHS = {
     ("images", "path=gone"): "there is no folder gone in ",
     ("images", "path=reviews.csv"): "there is no folder reviews.csv in ",

@@ -14,12 +14,10 @@ _PATHS = {
     "images": ("folder", "data.options.path is a folder of class folders"),
     "image_list": ("file", "data.options.path is a table"),
     "segmentation": ("folder", "data.options.path has the folders images and masks"),
-    "volumes": ("folder", "data.options.path has the folders images and masks"),
     "texts": ("file", "data.options.path is a table"),
 }
 _WITHOUT_PATH = ("digits", "tokens")
 _TABLES = (".csv", ".parquet")
-_VOLUMES = (".nii", ".gz", ".npy")
 _TEXTS = (".txt", ".md", ".py")
 
 
@@ -31,9 +29,6 @@ def recipe_for(path: Path) -> str:
         return "language"
     names = [one.name for one in sorted(path.iterdir())]
     if "masks" in names and "images" in names:
-        files = [one.suffix for one in (path / "images").iterdir()]
-        if any(suffix in _VOLUMES for suffix in files):
-            return "volumes"
         return "segmentation"
     if any(Path(name).suffix in _TEXTS for name in names):
         return "language"
