@@ -322,8 +322,9 @@ def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[Sampl
     if not world.is_main:
         return cache, ""
     note = f"cache: {config.cache} images in {cache.folder}"
-    if cache.entries:
-        note += f"; already there: {cache.entries:,} entries, {cache.bytes / 1e9:.3g} GB"
+    entries, size = cache.usage()
+    if entries:
+        note += f"; already there: {entries:,} entries, {size / 1e9:.3g} GB"
     return cache, note
 
 
