@@ -61,7 +61,7 @@ CODES = {
     "E_BATCH_SIZE": "`batch_size` is smaller than `microbatches`, or is set twice.",
     "E_PATTERN": "A shell pattern of the recipe matches no name.",
     "E_MESH": "The axes of a mesh do not fit the strategy or the number of processes.",
-    "E_STRATEGY": "A strategy option or the shares do not fit the model, mesh or devices.",
+    "E_STRATEGY": "A strategy option does not fit the model, mesh or devices.",
     "E_JOB": "Slurm refused a job, or there is no job.",
     "E_PROCESSES": "`--processes` or `--devices` does not name a possible number of ranks.",
     "E_LAUNCHER_GONE": "The launcher, the process that forks ranks, or a store has ended.",
