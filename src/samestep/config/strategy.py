@@ -83,8 +83,7 @@ class StrategyConfig(Constrained):
         stages: for a pipeline axis: names of the first modules of the second and later stages;
             empty for stages of similar cost.
         devices: for `device_map`: devices of each rank; None for all devices.
-        place: for `device_map`: shell patterns of module names, with a device number; empty for
-            parts of similar size.
+        place: for `device_map`: shell patterns of module names, with a device number.
     """
 
     key_prefix: ClassVar[str] = "strategy."
