@@ -197,20 +197,17 @@ class StepRecorder:
             self._profiler.step()
         (self.is_stopped,) = any_rank(self._world, self._world.stop_requested)
         if self.is_stopped or self.steps == self._plan.steps:
-            self._finish()
+            # Gather the measurements of all ranks after the last step, and end the script.
+            world = self._world
+            self.close()
+            if self._profiler is not None:
+                self._profiler.stop()
+            if not self.is_stopped:
+                is_known = not world.mesh_shape.splits_model
+                self.measurements = Measurements(all_gather(self.phases(), world), is_known)
+            world.barrier()  # no rank ends while another needs it
+            raise EndOfScript
         self._begin_step()
-
-    def _finish(self) -> None:
-        """Gather the measurements of all ranks after the last step, and end the script."""
-        world = self._world
-        self.close()
-        if self._profiler is not None:
-            self._profiler.stop()
-        if not self.is_stopped:
-            is_known = not world.mesh_shape.splits_model
-            self.measurements = Measurements(all_gather(self.phases(), world), is_known)
-        world.barrier()  # no rank ends while another needs it
-        raise EndOfScript
 
     def _enter(self, phase: Phase) -> None:
         """Begin a phase of the training thread."""
