@@ -75,35 +75,3 @@ def make_run(folder: Path, events: list[dict[str, Any]], **recipe: Any) -> Path:
     (folder / "environment.json").write_text(json.dumps([start]), encoding="utf-8")
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
     return folder
-
-
-CERTIFICATE: dict[str, Any] = {
-    "format": 4,
-    "holds": True,
-    "subject": "digits",
-    "arguments": [],
-    "recipe": None,
-    "sources": {},
-    "reference": "1 process",
-    "level": "bits",
-    "tolerances": {},
-    "double": False,
-    "modules": [{"name": "DigitsNet", "reduction": "exact"}],
-    "steps": [1, 2, 3],
-    "samples": 96,
-    "comparisons": [
-        {
-            "processes": "2 processes",
-            "holds": True,
-            "first_difference": None,
-            "quantities": {"weights": "bits", "buffers": "-"},
-            "distances": {"weights": None, "buffers": None},
-            "compared": {},
-        }
-    ],
-    "calls": {},
-    "findings": [],
-    "notes": [],
-    "environment": {"device": "cpu", "torch": "2.13.0"},
-    "time": "2026-11-22T00:46:44+0000",
-}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
@@ -241,8 +241,8 @@ def build_world(
             axes_of_data = [AXES.index("replicate"), AXES.index("shard")]
             rows = ranks.movedim(axes_of_data, [-2, -1]).reshape(-1, shape.data_size)
             group = _create_groups(rank, rows, timeout)
-            own = World(dist.get_rank(group), dist.get_world_size(group), device, session, group)
-            data_world = replace(own, timeout=timeout)
+            place = (dist.get_rank(group), dist.get_world_size(group))
+            data_world = World(*place, device, session, group, timeout=timeout)
     return World(
         rank,
         size,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +78,16 @@ def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) 
     pixels = device_reads.copy(inputs.detach().float())
     predicted = class_map(outputs)
     expected: Classes = device_reads.copy(targets.detach().long()).numpy()
-    image = scaled_image(pixels)
+    low = pixels.min()
+    high = pixels.max()
+    scaled = ((pixels - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
+    channels = scaled if scaled.shape[0] == 3 else scaled[:1].expand(3, -1, -1)
+    image = Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy())
     is_binary = outputs.shape[0] == 1
     layers = [blended(image, one, is_binary=is_binary) for one in (expected, predicted)]
-    return side_by_side([image, *layers])
-
-
-def side_by_side(images: Sequence[Image.Image]) -> Image.Image:
-    """Return images in a row with white gaps."""
-    ends = list(accumulate(image.width + _GAP for image in images))
-    row = Image.new("RGB", (ends[-1] - _GAP, max(image.height for image in images)), "white")
-    for image, left in zip(images, [0, *ends], strict=False):
-        row.paste(image, (left, 0))
+    row = Image.new("RGB", (3 * image.width + 2 * _GAP, image.height), "white")
+    for number, layer in enumerate((image, *layers)):
+        row.paste(layer, (number * (image.width + _GAP), 0))
     return row
 
 
@@ -116,12 +113,3 @@ def write_overlays(
     for path, *sample in zip(paths, inputs, targets, outputs, strict=True):
         overlay(*sample).save(path)
     return paths
-
-
-def scaled_image(pixels: torch.Tensor) -> Image.Image:
-    """Return `pixels` `(channels, H, W)`, scaled from the least to the largest value."""
-    low = pixels.min()
-    high = pixels.max()
-    scaled = ((pixels - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
-    channels = scaled if scaled.shape[0] == 3 else scaled[:1].expand(3, -1, -1)
-    return Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy())
