@@ -13,8 +13,7 @@ from samestep.cli.main import parse_arguments
 from samestep.cli.models import files_of
 from samestep.cli.train import Train
 from samestep.errors import InputError, RecipeError, SamestepError
-from samestep.recipes.paths import recipe_for, require_paths
-from samestep.recipes.recipe_files import load_recipe
+from samestep.recipes.recipe_files import load_recipe, recipe_for, require_paths
 from samestep.runs import not_a_run, run_folder
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"

@@ -30,8 +30,13 @@ from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, InputError
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
-from samestep.recipes.paths import require_paths
-from samestep.recipes.recipe_files import load_recipe, make_recipe, read_dataset_info, recipe_data
+from samestep.recipes.recipe_files import (
+    load_recipe,
+    make_recipe,
+    read_dataset_info,
+    recipe_data,
+    require_paths,
+)
 from samestep.recipes.settings import full_key
 from samestep.runs import run_folder
 
