@@ -12,9 +12,6 @@ from annotated_types import Ge, Le
 from samestep.errors import CheckpointError, InputError
 from samestep.units import plural
 
-# Number of ranks with equal shares of the microbatches, or the share of each rank.
-Shares = int | tuple[int, ...]
-
 
 def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     """Return one slice `[start, stop)` of a global batch of `size` samples per microbatch.
@@ -25,49 +22,9 @@ def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     return [(size * v // microbatches, size * (v + 1) // microbatches) for v in range(microbatches)]
 
 
-def owned_microbatches(microbatches: int, shares: Shares, rank: int) -> range:
-    """Return the microbatches of a rank, in proportion to the shares.
-
-    With R equal shares of V microbatches they are `[V*r//R, V*(r+1)//R)`.
-    """
-    if isinstance(shares, int):
-        return range(microbatches * rank // shares, microbatches * (rank + 1) // shares)
-    total = sum(shares)
-    before = sum(shares[:rank])
-    return range(microbatches * before // total, microbatches * (before + shares[rank]) // total)
-
-
-def rank_count(shares: Shares) -> int:
-    """Return the number of ranks that have the shares."""
-    if isinstance(shares, int):
-        return shares
-    return len(shares)
-
-
-def require_shares(
-    shares: tuple[int, ...], data_ranks: int, microbatches: int | None = None
-) -> None:
-    """Require a share for each of `data_ranks` ranks that is at least one microbatch.
-
-    Raises:
-        InputError: there are other numbers of shares than ranks, or a rank would have no
-            microbatch.
-    """
-    is_valid = len(shares) == data_ranks and min(shares) >= 1
-    text = ",".join(map(str, shares))
-    if microbatches is not None:
-        text += f" of {plural(microbatches, 'microbatch')}"
-        is_valid = is_valid and all(
-            owned_microbatches(microbatches, shares, rank) for rank in range(data_ranks)
-        )
-    if not is_valid:
-        raise InputError(
-            f"shares {text} for {plural(data_ranks, 'rank')} that share the data",
-            expected="a positive share for each of these ranks, with at least one microbatch",
-            fix=f"--shares {','.join(['1'] * data_ranks)} for equal shares; or more microbatches, "
-            "with other results",
-            code="E_STRATEGY",
-        )
+def owned_microbatches(microbatches: int, ranks: int, rank: int) -> range:
+    """Return the microbatches of one of some ranks: `[V*r//R, V*(r+1)//R)`."""
+    return range(microbatches * rank // ranks, microbatches * (rank + 1) // ranks)
 
 
 def require_enough_microbatches(

@@ -234,7 +234,7 @@ def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     for name, kind in (("photos-1", "decoded"), ("photos-2", "decoded")):
         cache = SampleCache(folder / name, {"kind": kind, "source": "/photos"}, limit=None, samples=9)
         for number in range(3):
-            cache.add((number, number), memoryview(bytes(1000)))
+            cache.add(f"{number:032x}", memoryview(bytes(1000)))
     assert here("doctor", "--caches", "--json", cwd=tmp_path) == 0
     listed = answer(capsys)
     rows = [(cache["name"], cache["kind"], cache["entries"], cache["source"]) for cache in listed["caches"]]

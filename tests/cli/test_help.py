@@ -16,7 +16,7 @@ from samestep.cli.main import main
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DONE, EXIT_INPUT
 from samestep.recipes.recipe_files import load_recipe, shipped_recipes, usual_settings
-from samestep.recipes.schema import recipe_schema
+from samestep.recipes.settings import recipe_schema
 
 SHIPPED = Path(__file__).parents[2] / "src" / "samestep" / "recipes" / "shipped"
 

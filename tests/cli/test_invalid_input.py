@@ -396,7 +396,6 @@ UNREADABLE = {
         "eval runs/a",
         "predict runs/a recipe.yaml",
         "export runs/a",
-        "export runs/a --hub me/a --out pushed",
         "diff runs/a --step 1",
         "diff runs/a runs/b",
         "report runs/a --out report.html",
@@ -450,7 +449,7 @@ def test_folder_without_a_recipe_is_not_a_run(refused: Refused, tmp_path: Path, 
     assert "file is not a run" in refused(command, "file")
 
 
-@pytest.mark.parametrize("command", ["resume", "eval", "predict", "export", "export --hub me/a --out pushed"])
+@pytest.mark.parametrize("command", ["resume", "eval", "predict", "export"])
 def test_run_of_a_script_is_continued_by_the_script(refused: Refused, run: Path, command: str) -> None:
     (run / "recipe.yaml").unlink()
     (run / "run.json").write_text("{}", encoding="utf-8")
@@ -488,12 +487,6 @@ def test_stopped_export_leaves_no_file(
     monkeypatch.setattr(launch, "run_workers", stop)
     assert main(["export", str(run)]) == EXIT_STOPPED
     assert tree(run) == before
-
-
-def test_invalid_certificate(refused: Refused, run: Path, tmp_path: Path) -> None:
-    (tmp_path / "certificate.json").write_text('{"holds": true}', encoding="utf-8")
-    options = ("--hub", "me/a", "--out", "pushed", "--certificate=certificate.json")
-    assert "[E_UNREADABLE]" in refused("export", run, *options)
 
 
 @pytest.mark.parametrize("change", ["batch_size=16", "optimizer.options.lr=0.02", "model.options.extra=1"])

@@ -48,6 +48,52 @@ def test_script_has_its_arguments(tmp_path: Path, capsys: Captured) -> None:
     assert script.endswith(" train.py --epochs 3\n")
 
 
+def directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ").strip("'") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_batch_script(tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    job = ("--nodes", 4, "--gpus", 2, "--processes", "4:8", "--time", "2:00:00", "--name", "first")
+    options = ("--runs", "all runs", "--dry-run", "--json")
+    assert here("submit", "slurm", "digits", "epochs=1", *job, *options, cwd=folder) == 0
+    script = json.loads(capsys.readouterr().out)["files"]["first.sbatch"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert directives(script) == [
+        "--job-name=first",
+        f"--chdir={folder}",
+        "--nodes=2-4",
+        "--mincpus=2",
+        "--gpus-per-node=2",
+        "--time=2:00:00",
+        "--signal=USR1@120",
+        "--requeue",
+        "--open-mode=append",
+        "--output=first-%j.out",
+    ]
+    assert script.splitlines()[-2:] == [
+        "exec srun --ntasks=$((SLURM_JOB_NUM_NODES * 2)) --ntasks-per-node=2 --kill-on-bad-exit=1 \\",
+        f"    {sys.executable} -m samestep train digits epochs=1 "
+        f"--name first --runs '{folder}/all runs' --or-resume --requeue",
+    ]
+    assert "export SAMESTEP_TOKEN" in script
+
+
+def test_shared_folder_check_ends_a_job(tmp_path: Path, capsys: Captured) -> None:
+    assert here("submit", "slurm", *JOB, "--dry-run", "--json", cwd=tmp_path) == 0
+    script = json.loads(capsys.readouterr().out)["files"]["a.sbatch"]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text("#!/bin/sh\nexit 1\n")  # a node that does not see the file
+    (programs / "srun").chmod(0o755)
+    variables = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run(["bash"], input=script, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert str(tmp_path / "runs") in done.stderr
+    assert not list((tmp_path / "runs").iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -58,8 +104,10 @@ def test_script_has_its_arguments(tmp_path: Path, capsys: Captured) -> None:
         (("slurm", "digits", "--nodes", 16, "--gpus", 1), "E_TOO_MANY_RANKS"),
         (("slurm", "missing.yaml", "--nodes", 2, "--gpus", 0), "E_FILE_MISSING"),
         (("slurm", "missing.py", "--nodes", 2, "--gpus", 0), "E_FILE_MISSING"),
-        (("slurm", "digits", "--nodes", 2, "--gpus", 0, "--image", "i"), "E_OPTION_CONFLICT"),
-        (("kubernetes", "digits", "--nodes", 2, "--gpus", 0), "E_OPTION_CONFLICT"),
+        (("slurm", "digits", "--nodes", 4, "--gpus", 2, "--processes", "3:8"), "E_PROCESSES"),  # half a node
+        (("slurm", "digits", "--nodes", 4, "--gpus", 2, "--processes", 3), "E_PROCESSES"),  # nodes without ranks
+        (("slurm", "digits", "--nodes", 4, "--gpus", 2, "--processes", 16), "E_PROCESSES"),  # more ranks than GPUs
+        (("slurm", "digits", "--nodes", 2, "--gpus", 0, "--name", "$(reboot)"), "E_VALUE"),
     ],
 )
 def test_invalid_input(tmp_path: Path, capsys: Captured, arguments: tuple[object, ...], code: str) -> None:
@@ -70,7 +118,7 @@ def test_invalid_input(tmp_path: Path, capsys: Captured, arguments: tuple[object
     assert not list(tmp_path.iterdir())
 
 
-KUBERNETES = ("submit", "kubernetes", *JOB, "--image", "i", "--volume", "v")
+SUBMIT = ("submit", "slurm", *JOB)
 
 
 def test_missing_and_failing_commands_keep_the_file(
@@ -78,32 +126,34 @@ def test_missing_and_failing_commands_keep_the_file(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for _ in range(2):  # equal files are no conflict
-        assert here(*KUBERNETES, cwd=tmp_path) == 2
+        assert here(*SUBMIT, cwd=tmp_path) == 2
         assert "[E_NOT_INSTALLED]" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jobset.yaml"]
-    (tmp_path / "kubectl").write_text("#!/bin/sh\necho 'no server' >&2\nexit 1\n")
-    (tmp_path / "kubectl").chmod(0o755)
-    assert here(*KUBERNETES, cwd=tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.sbatch"]
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'no controller' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert here(*SUBMIT, cwd=tmp_path) == 1
     error = capsys.readouterr().err
     assert "[E_JOB]" in error
-    assert "no server" in error
-    (tmp_path / "a.jobset.yaml").write_text("own: work\n")
-    assert here(*KUBERNETES, cwd=tmp_path) == 2
+    assert "no controller" in error
+    (tmp_path / "a.sbatch").write_text("own: work\n")
+    assert here(*SUBMIT, cwd=tmp_path) == 2
     assert "[E_OUTPUT]" in capsys.readouterr().err
-    assert (tmp_path / "a.jobset.yaml").read_text() == "own: work\n"
-    (tmp_path / "a.jobset.yaml").unlink()
-    (tmp_path / "a.jobset.yaml").mkdir()
-    assert here(*KUBERNETES, cwd=tmp_path) == 2
+    assert (tmp_path / "a.sbatch").read_text() == "own: work\n"
+    (tmp_path / "a.sbatch").unlink()
+    (tmp_path / "a.sbatch").mkdir()
+    assert here(*SUBMIT, cwd=tmp_path) == 2
     assert "[E_OUTPUT]" in capsys.readouterr().err
 
 
 def test_examples_of_other_systems_train() -> None:
     """Every file can be read, and its command of Samestep is one that the parser accepts."""
     examples = job_examples()
-    assert set(examples) == {"first.ray.py", "first.sky.yaml", "first.dstack.yml", "first.sh"}
+    assert set(examples) == {"first.jobset.yaml", "first.ray.py", "first.sky.yaml", "first.dstack.yml", "first.sh"}
     compile(examples["first.ray.py"], "first.ray.py", "exec")
     assert "def run_rank" in (SOURCE / "integrations/ray.py").read_text(encoding="utf-8")
+    pod = yaml.safe_load(examples["first.jobset.yaml"])["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     texts = [
+        pod["spec"]["containers"][0]["args"][0],
         re.findall('"(-m samestep .*)"', examples["first.ray.py"])[0],
         yaml.safe_load(examples["first.sky.yaml"])["run"],
         "\n".join(yaml.safe_load(examples["first.dstack.yml"])["commands"]),

@@ -13,8 +13,7 @@ from samestep.cli.main import parse_arguments
 from samestep.cli.models import files_of
 from samestep.cli.train import Train
 from samestep.errors import InputError, RecipeError, SamestepError
-from samestep.recipes.paths import recipe_for, require_paths
-from samestep.recipes.recipe_files import load_recipe
+from samestep.recipes.recipe_files import load_recipe, recipe_for, require_paths
 from samestep.runs import not_a_run, run_folder
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -142,13 +141,6 @@ FITS = {"photos": "images", "street": "segmentation", "book": "language", "revie
 @pytest.mark.parametrize("path", FITS)
 def test_recipe_that_fits_the_data(place: Path, path: str) -> None:
     assert recipe_for(place / path) == FITS[path]
-
-
-def test_volumes_are_recognized(tmp_path: Path) -> None:
-    for name in ("images/a.npy", "masks/a.npy"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_bytes(b"")
-    assert recipe_for(tmp_path) == "volumes"
 
 
 PATHS = {

@@ -1,7 +1,6 @@
 """Hostile files. As a program: read each data file under a limit of memory, and print the results as JSON."""
 
 import json
-import pickle
 import resource
 import struct
 import sys
@@ -33,7 +32,6 @@ _EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowp
 FILES: dict[str, tuple[str, bytes]] = {
     "a `.png` that is an EPS program": ("a.png", _EPS),
     "a `.png` of 100,000 x 100,000 pixels": ("b.png", _png(100_000, 100_000)),
-    "a `.npy` that is a pickle": ("c.npy", pickle.dumps({"a": 1})),
     "a `.pdparams` that calls `os.system`": ("a.pdparams", b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."),
 }
 
@@ -94,9 +92,8 @@ RECIPES = {
 def _readers() -> dict[str, Callable[[Path], object]]:
     from samestep.zoo.image_files import read_image
     from samestep.zoo.paddle import read_arrays
-    from samestep.zoo.volumes import read_volume
 
-    return {".png": read_image, ".pdparams": read_arrays, ".npy": read_volume}
+    return {".png": read_image, ".pdparams": read_arrays}
 
 
 def _main(folder: Path) -> None:

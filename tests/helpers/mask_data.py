@@ -1,10 +1,9 @@
-"""Images, volumes and their masks, made for tests: bright discs and balls on noise."""
+"""Images and their masks, made for tests: bright discs on noise."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from helpers.system import events
@@ -26,28 +25,6 @@ def draw_images(root: Path, count: int, *, classes: int = 1) -> Path:
         pixels[numpy.asarray(mask) > 0] += numpy.uint8(120)
         Image.fromarray(pixels).save(root / "images" / f"{number:03}.jpg")
         mask.save(root / "masks" / f"{number:03}.png")
-    return root
-
-
-def ball(shape: tuple[int, int, int], centre: tuple[float, float, float], radius: float) -> NDArray[numpy.uint8]:
-    """Ones within a radius, zeros elsewhere."""
-    places = numpy.indices(shape).astype(float)
-    away = sum((axis - middle) ** 2 for axis, middle in zip(places, centre, strict=True))
-    return (numpy.asarray(away) <= radius**2).astype(numpy.uint8)
-
-
-def make_volumes(root: Path, count: int) -> Path:
-    """`images/NNN.npy` and `masks/NNN.npy` of many shapes, with a bright ball in each."""
-    (root / "images").mkdir(parents=True)
-    (root / "masks").mkdir()
-    random = numpy.random.default_rng(1)
-    for number in range(count):
-        shape = (9 + number % 3, 12 + number % 4, 11 + number % 5)
-        z, y, x = (float(part) for part in random.uniform(3, 7, 3))
-        mask = ball(shape, (z, y, x), 2.5)
-        values = (random.normal(100, 20, shape) + 60 * mask).astype(numpy.float32)
-        numpy.save(root / "images" / f"{number:03}.npy", values)
-        numpy.save(root / "masks" / f"{number:03}.npy", mask)
     return root
 
 

@@ -85,35 +85,3 @@ def draw_predictions(run: Path, right: str, predicted: str) -> None:
     Image.new("RGB", (8, 8), "red").save(overlays / "sample-000003.png")
     samples = [{"sample": 3, "class": right, "prediction": predicted}]
     (run / "evaluation" / "samples.json").write_text(json.dumps(samples), encoding="utf-8")
-
-
-CERTIFICATE: dict[str, Any] = {
-    "format": 4,
-    "holds": True,
-    "subject": "digits",
-    "arguments": [],
-    "recipe": None,
-    "sources": {},
-    "reference": "1 process",
-    "level": "bits",
-    "tolerances": {},
-    "double": False,
-    "modules": [{"name": "DigitsNet", "reduction": "exact"}],
-    "steps": [1, 2, 3],
-    "samples": 96,
-    "comparisons": [
-        {
-            "processes": "2 processes",
-            "holds": True,
-            "first_difference": None,
-            "quantities": {"weights": "bits", "buffers": "-"},
-            "distances": {"weights": None, "buffers": None},
-            "compared": {},
-        }
-    ],
-    "calls": {},
-    "findings": [],
-    "notes": [],
-    "environment": {"device": "cpu", "torch": "2.13.0"},
-    "time": "2026-11-22T00:46:44+0000",
-}

@@ -41,9 +41,8 @@ def test_each_step_has_another_checksum(alone: dict[int, str]) -> None:
         pytest.param(("--processes", 2), marks=pytest.mark.long),
         ("--processes", 3),
         pytest.param(("--processes", 4), marks=pytest.mark.long),
-        ("--processes", 2, "--shares", "3,1"),
     ],
-    ids=["ddp 2", "ddp 3", "ddp 4", "shares"],
+    ids=["ddp 2", "ddp 3", "ddp 4"],
 )
 def test_layouts_have_the_checksums_of_one_process(
     alone: dict[int, str], tmp_path: Path, options: tuple[object, ...]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
-from samestep.microbatches import microbatch_bounds, owned_microbatches, require_enough_microbatches, require_shares
+from samestep.microbatches import microbatch_bounds, owned_microbatches, require_enough_microbatches
 
 sizes = st.integers(0, 5000)
 counts = st.integers(1, 200)
@@ -38,33 +38,6 @@ def test_each_microbatch_has_one_owner(microbatches: int, ranks: int) -> None:
 def test_loads_differ_by_at_most_one_microbatch(microbatches: int, ranks: int) -> None:
     loads = [len(owned_microbatches(microbatches, ranks, rank)) for rank in range(ranks)]
     assert max(loads) - min(loads) <= 1
-
-
-@given(counts, st.lists(st.integers(1, 9), min_size=1, max_size=12))
-def test_unequal_shares_give_each_microbatch_one_owner(microbatches: int, shares: list[int]) -> None:
-    loads = [len(owned_microbatches(microbatches, tuple(shares), rank)) for rank in range(len(shares))]
-    owned = [number for rank in range(len(shares)) for number in owned_microbatches(microbatches, tuple(shares), rank)]
-    assert owned == list(range(microbatches))
-    assert all(abs(load - microbatches * share / sum(shares)) < 1 for load, share in zip(loads, shares, strict=True))
-
-
-@given(counts, st.integers(1, 12), st.integers(1, 5))
-def test_the_same_share_for_each_rank_is_an_equal_share(microbatches: int, ranks: int, share: int) -> None:
-    for rank in range(ranks):
-        assert owned_microbatches(microbatches, (share,) * ranks, rank) == owned_microbatches(microbatches, ranks, rank)
-
-
-def test_shares_that_add_up_to_the_microbatches_are_numbers_of_them() -> None:
-    assert [list(owned_microbatches(8, (5, 1, 2), rank)) for rank in range(3)] == [[0, 1, 2, 3, 4], [5], [6, 7]]
-
-
-@pytest.mark.parametrize(("shares", "ranks", "microbatches"), [((5, 3), 3, 8), ((5, 0), 2, 8), ((1, 9), 2, 4)])
-def test_shares_without_a_microbatch_for_each_rank_are_refused(
-    shares: tuple[int, ...], ranks: int, microbatches: int
-) -> None:
-    with pytest.raises(InputError) as error:
-        require_shares(shares, ranks, microbatches)
-    assert error.value.code == "E_STRATEGY"
 
 
 def test_known_slices() -> None:

@@ -15,7 +15,6 @@ from helpers.system import here
 from samestep.config import DataConfig
 from samestep.errors import DataError, RecipeError, SamestepError
 from samestep.microbatches import Cursor
-from samestep.zoo import sample_cache
 from samestep.zoo.image_files import Decoder, ImageSource, as_pixels, open_cache
 from samestep.zoo.images import load_images
 from samestep.zoo.sample_cache import SampleCache
@@ -26,8 +25,6 @@ DECODERS = get_args(Decoder)
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sample_cache, "_REFRESH_SECONDS", 0.0)  # entries are found at once
-    monkeypatch.setattr(sample_cache, "_REFRESH_SHARE", float("inf"))
     return tmp_path / "cache" / "samestep"
 
 
@@ -58,7 +55,7 @@ def test_pixels_of_all_formats_are_equal(decoder: Decoder, tmp_path: Path) -> No
         assert [pixels(source, file) for file in files] == expected
         later, _ = cached(*files, decoder=decoder)
         assert [pixels(later, file) for file in files] == expected
-    assert cache.entries == len(files) * (2 if decoder == "simplejpeg" else 1)
+    assert cache.usage()[0] == len(files) * (2 if decoder == "simplejpeg" else 1)
     assert cache.take_reports() == []
 
 
@@ -83,8 +80,7 @@ def test_changed_file_is_decoded_again(tmp_path: Path) -> None:
     replace_unnoticed(file, encoded(other, "PNG"))
     os.utime(file, ns=(0, 1))
     assert pixels(source, file) == other.tobytes() != before
-    cache.refresh()
-    assert cache.entries == 2
+    assert cache.usage()[0] == 2
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "missing"])
@@ -97,7 +93,7 @@ def test_unreadable_file_has_the_error_of_a_run_without_cache(name: str, tmp_pat
         with pytest.raises(SamestepError) as error:
             pixels(source, file)
         assert (error.value.code, error.value.value) == (expected.value.code, expected.value.value)
-    assert cache.entries == 0
+    assert cache.usage()[0] == 0
 
 
 def test_damaged_entry_is_decoded_again(tmp_path: Path, cache_folder: Path) -> None:

@@ -19,7 +19,7 @@ from samestep.recipes.builder import MODELS, find
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.run import evaluate
 from samestep.zoo.masks import resolve_foreground_weight
-from samestep.zoo.models import unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
+from samestep.zoo.models import UNet, unet_resnet34, unet_resnet101, unet_vgg16
 from samestep.zoo.segmentation import load_segmentation
 
 SMALL = (
@@ -121,7 +121,7 @@ def test_bad_files_are_skipped(cells: Path, tmp_path: Path) -> None:
 def test_overlays_have_the_positions_of_their_samples(cells: Path, tmp_path: Path) -> None:
     """The pictures cover several batches, and those of an earlier evaluation are removed."""
     file = tmp_path / "model.safetensors"
-    save_file(unet_small(1, width=4).state_dict(), file)
+    save_file(UNet(1, width=4).state_dict(), file)
     data = draw_images(tmp_path / "data", 20)
     overrides = (f"data.options.path={cells}", f"data.options.evaluation_path={data}", "data.bad_samples=skip")
     recipe = load_recipe("segmentation", [*SMALL, "loss.options.foreground_weight=1", *overrides])
@@ -235,13 +235,4 @@ def test_models_of_the_library_by_name() -> None:
 
 @pytest.mark.parametrize("sides", [(1, 1), (17, 30), (32, 8)])
 def test_small_unet_takes_any_size(sides: tuple[int, int]) -> None:
-    assert unet_small(5, width=4)(torch.zeros(1, 3, *sides)).shape == (1, 5, *sides)
-
-
-@pytest.mark.parametrize("sides", [(1, 1, 1), (9, 17, 8)])
-def test_small_unet_takes_volumes_of_any_size(sides: tuple[int, int, int]) -> None:
-    model = unet_3d(1, width=4, levels=2, dropout=0.1)
-    outputs = model(torch.zeros(1, 1, *sides))
-    assert outputs.shape == (1, 1, *sides)
-    outputs.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert UNet(5, width=4)(torch.zeros(1, 3, *sides)).shape == (1, 5, *sides)

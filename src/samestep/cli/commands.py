@@ -41,12 +41,10 @@ COMMANDS = {
     "resume": Command("train", "train", "resume a run"),
     "eval": Command("train", "models", "evaluate a checkpoint, or a file of weights"),
     "predict": Command("train", "models", "predict with a trained model"),
-    "export": Command(
-        "train", "models", "write a trained model for other programs, or to the Hugging Face Hub"
-    ),
+    "export": Command("train", "models", "write a trained model for other programs"),
     "convert": Command("train", "tools", "convert recipes and weights of PaddleViT"),
     "run": Command("train", "run", "run a script on several processes"),
-    "submit": Command("train", "run", "submit a job to Slurm or Kubernetes"),
+    "submit": Command("train", "submit", "submit a job to Slurm"),
     "verify": Command("check", "experiments", "show that N processes compute the same as one"),
     "audit": Command(
         "check", "tools", "find mistakes of distributed training in any training command"

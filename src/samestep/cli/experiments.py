@@ -23,7 +23,6 @@ from samestep.cli.options import (
     SubjectOptions,
     argument,
     count,
-    counts,
     integers,
     names,
     option,
@@ -308,7 +307,7 @@ def _ways(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(JsonOption, DeviceOption, RecipeOptions):
-    """Compare the ways to train a recipe on this machine, or numbers of loader processes.
+    """Compare the ways to train a recipe on this machine.
 
     The ways are one device, DDP and nn.DataParallel on several devices, batches in parts, bf16,
     compressed gradients, the exact reduction, batch norm of each rank, and additional strategies.
@@ -318,7 +317,7 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
     example: ClassVar = "samestep bench digits --devices 1,2 --layout fsdp --epochs 1 --rounds 2"
 
     devices: tuple[int, ...] | None = option(
-        "numbers of devices, one rank each (default 1,2,4; with --workers, 1)",
+        "numbers of devices, one rank each (default 1,2,4)",
         "N,N,...",
         type=integers,
     )
@@ -344,13 +343,8 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         "E",
         type=count,
     )
-    workers: tuple[int, ...] | None = option(
-        "numbers of loader processes per rank to compare, with the recipe as it is (without "
-        f"numbers: {','.join(map(str, bench.WORKERS))}); a single number: for all ways",
-        "N,N,...",
-        nargs="?",
-        const=bench.WORKERS,
-        type=counts,
+    workers: int | None = option(
+        "loader processes per rank (default: depends on the cores)", "N", type=count
     )
     rounds: int = option("trials of each way, interleaved", "N", default=5)
     steps: int = option("steps per trial, after three warm-up steps", "N", default=20)
@@ -360,10 +354,6 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         """Compare and print."""
         recipe = load_resolved(self.recipe, self.overrides, self.note)
         gpus = [] if self.device == "cpu" else gpu_names()
-        workers = self.workers or ()
-        has_ways = self.layout or self.accumulate or self.epochs or self.ways != bench.WAYS
-        if len(workers) > 1 and has_ways:
-            raise option_conflict("--workers with several numbers, and an option of the ways")
         strategies = [parse_strategy(text) for text in self.layout]
         # `--accumulate` selects its variants also without their name.
         ways = self.ways if self.accumulate is None else (*self.ways, "accumulate")
@@ -375,7 +365,7 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
             ways=ways,
             accumulate=self.accumulate or bench.ACCUMULATE,
         )
-        options = RunOptions(device=self.device, workers=next(iter(workers), None), quiet=self.json)
+        options = RunOptions(device=self.device, workers=self.workers, quiet=self.json)
         epochs = recipe.epochs if self.epochs is None else self.epochs
         plan = bench.Plan(
             rounds=self.rounds, steps=self.steps, epochs=epochs, options=options, preload=PRELOAD
@@ -388,19 +378,12 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
                 with replacing(folder / "bench.json") as temporary:
                     temporary.write_text(to_json({**facts, **results}), encoding="utf-8")
 
-            if len(workers) > 1:
-                print_table = bench.show_workers
-                ranks = self.devices or (1,)
-                results = bench.compare_workers(recipe, workers, ranks, plan, self.note)
-                save(results)
-            else:
-                print_table = bench.show
-                results = bench.compare(variants, absent, plan, self.note, save)
+            results = bench.compare(variants, absent, plan, self.note, save)
         data = {**facts, **results}
         if not self.json:
-            print_table(data)
+            bench.show(data)
         self.result({**data, "folder": str(folder)}, f"written     {folder / 'bench.json'}")
-        if data.get("complete", True):
+        if data["complete"]:
             return EXIT_DONE
         return EXIT_STOPPED
 

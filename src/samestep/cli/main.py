@@ -231,7 +231,7 @@ def _unknown_command(arguments: Sequence[str]) -> InputError:
     if path.suffix == ".py" and path.is_file():
         fix = shlex.join(["samestep", "run", *arguments])
     elif path.exists():
-        from samestep.recipes.paths import train_command  # here: it imports pydantic
+        from samestep.recipes.recipe_files import train_command  # here: it imports pydantic
 
         fix = train_command(path)
     elif arguments[0] in recipe_summaries():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
 
 from samestep.cli.launch import LoaderOptions, call_in_worker, run_as_rank
@@ -27,13 +25,18 @@ from samestep.cli.options import (
     require_file,
     require_new_file,
 )
-from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, refuse_script_run
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, InputError
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
-from samestep.recipes.paths import require_paths
-from samestep.recipes.recipe_files import load_recipe, make_recipe, read_dataset_info, recipe_data
+from samestep.recipes.recipe_files import (
+    load_recipe,
+    make_recipe,
+    read_dataset_info,
+    recipe_data,
+    require_paths,
+)
 from samestep.recipes.settings import full_key
 from samestep.runs import run_folder
 
@@ -208,31 +211,21 @@ def _format(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Export(JsonOption, RunArgument):
-    """Write the model of a run for other programs, or upload it to the Hugging Face Hub.
+    """Write the model of a run for other programs.
 
     Formats are weights, a torch.export program, or ONNX. The outputs of a program are compared with
-    those of the model. An upload has weights, recipe and model card.
+    those of the model.
     """
 
     example: ClassVar = "samestep export runs/first --format onnx --like picture.png"
 
     format: Literal["safetensors", "torch", "onnx"] = option("format", default="safetensors")
     like: Path | None = option("example input; required except for safetensors", "FILE")
-    out: Path | None = option(
-        "output file (default: in the directory of the run); with --hub a new folder, without an "
-        "upload",
-        "PATH",
-    )
-    hub: str | None = option("upload to this repository; created if it does not exist", "USER/NAME")
-    certificate: Path | None = option("for --hub: certificate.json of samestep verify", "FILE")
+    out: Path | None = option("output file (default: in the directory of the run)", "FILE")
 
     def run(self) -> int:
         """Export the model, and print where it is."""
-        if self.hub is not None:
-            return self._export_to_hub(self.hub)
         kind = self.format
-        if self.certificate is not None:
-            raise option_conflict("--certificate without --hub", "--hub USER/NAME")
         if self.like is None and kind != "safetensors":
             fix = "--like FILE, as for samestep predict"
             raise option_conflict(f"--format {kind} without --like", fix)
@@ -255,24 +248,4 @@ class Export(JsonOption, RunArgument):
         if difference is not None:
             lines.append(f"{'agrees':<12}within {difference:.1e} of the largest output")
         self.result({"path": str(out), "format": kind, "difference": difference}, *lines)
-        return EXIT_DONE
-
-    def _export_to_hub(self, repository: str) -> int:
-        from samestep.tools.export import upload, write_repository
-
-        if self.like is not None or self.format != "safetensors":
-            raise option_conflict("--hub with --format or --like")
-        refuse_script_run(self.folder)
-        # Complete before the upload: a repository never has a part of the files.
-        with TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            facts = write_repository(self.folder, self.checkpoint, self.certificate, folder)
-            if self.out is None:
-                address = upload(folder, facts["step"], repository)
-            else:
-                value = f"--out {self.out}"
-                with output_errors(value, "a new folder", "--out with another folder"):
-                    address = str(shutil.copytree(folder, self.out))
-        lines = (f"{'written':<12}{address}", f"{'sha256':<12}{facts['sha256']}")
-        self.result({**facts, "address": address}, *lines)
         return EXIT_DONE

@@ -33,10 +33,7 @@ _RECIPES = ", ".join(recipe_summaries())
 TRUST = "import the code that the recipe of the run names (docs/security.md)"
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 # Options without a meaning for a script.
-_OF_RECIPES = (
-    *("strategy", "mesh", "shares"),
-    *("per_device_batch_size", "accumulate", "workers"),
-)
+_OF_RECIPES = (*("strategy", "mesh", "per_device_batch_size", "accumulate", "workers"),)
 
 
 # --- declarations of options ---
@@ -147,11 +144,6 @@ def names(text: str) -> tuple[str, ...]:
 def integers(text: str) -> tuple[int, ...]:
     """Return the integers above 0 of a comma-separated list."""
     return tuple(map(integer, text.split(",")))
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Return the integers of at least 0 of a comma-separated list."""
-    return tuple(map(count, text.split(",")))
 
 
 def parse_settings(arguments: Sequence[str], path_keys: Sequence[str]) -> list[str]:
@@ -295,19 +287,12 @@ class StrategyOptions:
 
     strategy: StrategyName | None = option("parallel strategy (docs/guides/strategies/index.md)")
     mesh: str | None = option(f"sizes of the axes {', '.join(AXES)}", "AXIS=N,...")
-    shares: tuple[int, ...] | None = option(
-        "microbatches of each rank, for devices of different speeds, such as 5,3",
-        "N,...",
-        type=integers,
-    )
 
     def strategy_overrides(self) -> list[str]:
         """Return the overrides of the recipe of these options."""
         section: dict[str, Any] = {}
         if self.mesh is not None:
             section["mesh"] = _parse_mesh(self.mesh, f"--mesh {self.mesh}")
-        if self.shares is not None:
-            section["shares"] = self.shares
         if self.strategy is not None:
             # Replaces the complete section: options of another strategy have no meaning for this
             # one.

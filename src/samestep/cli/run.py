@@ -1,12 +1,9 @@
-"""`samestep run`: user scripts on any number of processes; `samestep submit`: the file of a job."""
+"""`samestep run`: user scripts on any number of processes."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,29 +13,19 @@ from typing import Any, ClassVar, Literal
 
 from samestep.cli.launch import FaultOptions
 from samestep.cli.options import (
-    JsonOption,
-    SubjectOptions,
     argument,
-    count,
     integer,
     option,
     option_conflict,
-    options_of,
-    output_errors,
     output_folder,
-    parse_process_count,
     require_file,
     timed_name,
 )
-from samestep.config import StrategyConfig, resolve_mesh
-from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError
+from samestep.config import StrategyConfig
+from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.script.mode import Mode, mode_of
-from samestep.tools.submit import Job, Submission, kubernetes_submission, slurm_submission
-
-# Options of one system.
-_SYSTEMS = {"time": "slurm", "image": "kubernetes", "volume": "kubernetes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,107 +132,3 @@ class Run(FaultOptions):
             if mode is Mode.OWN_GROUP:
                 fix = f"leave {name} out"
             raise option_conflict(f"{name} with {self.script}: {mode}", fix)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _System:
-    system: Literal["slurm", "kubernetes"] = argument("SYSTEM", "slurm or kubernetes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submit(JsonOption, SubjectOptions, _System):
-    """Write the file of a job on several machines, and submit it with the command of the system.
-
-    A restarted job continues its run.
-    """
-
-    example: ClassVar = "samestep submit slurm digits --nodes 2 --gpus 4 --dry-run"
-    group: ClassVar = "job (results do not depend on these options)"
-
-    nodes: int = option("machines, at most", "N", required=True)
-    gpus: int = option("GPUs of each machine; 0 for ranks on CPUs", "G", type=count, required=True)
-    processes: str | None = option(
-        "number of ranks, or MIN:MAX for a job that continues on fewer (default: one per GPU; one "
-        "per machine without GPUs)",
-        "N",
-    )
-    time: str | None = option("limit of the time, as for sbatch (slurm)", "LIMIT")
-    image: str | None = option("container image with Samestep (kubernetes)", "IMAGE")
-    volume: str | None = option("persistent volume claim of the runs (kubernetes)", "NAME")
-    name: str | None = option(
-        "name of the job and of the run (default: recipe, date and time)", "NAME"
-    )
-    runs: Path = option("folder of runs", "DIR", default=Path("runs"))
-    dry_run: bool = option("print file and command; write and submit nothing", default=False)
-
-    def run(self) -> int:
-        """Print or submit the job."""
-        for name, system in _SYSTEMS.items():
-            if getattr(self, name) is not None and self.system != system:
-                raise option_conflict(f"--{name} with {self.system}", f"leave --{name} out")
-        write = slurm_submission if self.system == "slurm" else kubernetes_submission
-        job = write(self._job())
-        output = ""
-        text = f"# {job.file}\n{job.text}\n# command\n{shlex.join(job.command)}"
-        if not self.dry_run:
-            output = _submit(job)
-            text = output.rstrip()
-        files = {job.file: job.text}
-        data = {"command": job.command, "submitted": not self.dry_run, "output": output}
-        self.result({"files": files, **data}, text)
-        return EXIT_DONE
-
-    def _job(self) -> Job:
-        # Imported here: they import pydantic, which `samestep run` does not need.
-        from samestep.cli.run_plans import load_resolved
-        from samestep.recipes.recipe_files import shipped_recipes
-
-        script = self.script()
-        path = Path(self.recipe)
-        ranks = self.processes or str(self.nodes * max(1, self.gpus))
-        counts = [parse_process_count(text) for text in ranks.split(":", 1)]
-        parameters = self.script_arguments
-        if script is None:
-            parameters = self.overrides
-            recipe = load_resolved(self.recipe, self.overrides, self.note)
-            for number in counts:
-                resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
-        return options_of(
-            Job,
-            self,
-            subject=self.recipe,
-            text=shipped_recipes().get(self.recipe, path).read_text(encoding="utf-8"),
-            parameters=tuple(parameters),
-            name=self.name or timed_name(self.runs, path.stem),
-            minimum=counts[0],
-            maximum=counts[-1],
-            runs=str(self.runs.absolute()),
-            folder=str(Path.cwd()),
-            python=sys.executable,
-        )
-
-
-def _submit(submission: Submission) -> str:
-    path = Path(submission.file)
-    command = shlex.join(submission.command)
-    fix = "another --name, or another current folder"
-    with output_errors(f"{path} cannot be written", "a writable folder", fix):
-        if path.exists() and path.read_bytes() != submission.text.encode():
-            problem = f"{path} exists with other content"
-            expected = "a new file: no file is overwritten"
-            fix = "another --name, or remove the file"
-            raise InputError(problem, expected, fix, code="E_OUTPUT")
-        path.write_text(submission.text, encoding="utf-8")
-    try:
-        done = subprocess.run(submission.command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        problem = f"{submission.command[0]} is not installed; {path} is complete"
-        expected = "the command of the system"
-        fix = f"run on a machine of the system: {command}"
-        raise InputError(problem, expected, fix, code="E_NOT_INSTALLED") from error
-    if done.returncode:
-        reason = done.stderr.strip() or done.stdout.strip()
-        problem = f"{command} failed with exit code {done.returncode}: {reason}"
-        fix = "correct the cause, and repeat the command"
-        raise RunError(problem, "a submitted job", fix, code="E_JOB")
-    return done.stdout

@@ -61,16 +61,16 @@ from samestep.launcher.launch import LaunchConfig, LaunchResult, end_unguarded_i
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_enough_microbatches
-from samestep.recipes.paths import require_paths
 from samestep.recipes.recipe_files import (
     load_recipe,
     make_recipe,
     recipe_data,
     recipe_with_origins,
+    require_paths,
     with_saved_weight,
     write_recipe,
 )
-from samestep.recipes.settings import annotated
+from samestep.recipes.settings import annotated, recipe_schema
 from samestep.recipes.trust import sign
 from samestep.runs import RunResult, require_run_name
 from samestep.units import parse_duration, plural
@@ -294,8 +294,6 @@ class SchemaAction(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
         """Print the schema."""
-        from samestep.recipes.schema import recipe_schema
-
         sys.stdout.write(recipe_schema())
         parser.exit()
 

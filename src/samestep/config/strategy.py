@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from samestep.config.validation import Constrained
 from samestep.errors import InputError
-from samestep.microbatches import require_enough_microbatches, require_shares
+from samestep.microbatches import require_enough_microbatches
 from samestep.units import plural
 
 StrategyName = Literal["auto", "ddp", "fsdp", "hsdp", "device_map", "tp", "pp"]
@@ -83,11 +83,7 @@ class StrategyConfig(Constrained):
         stages: for a pipeline axis: names of the first modules of the second and later stages;
             empty for stages of similar cost.
         devices: for `device_map`: devices of each rank; None for all devices.
-        place: for `device_map`: shell patterns of module names, with a device number; empty for
-            parts of similar size.
-        shares: shares of the microbatches for the ranks that share the data, for devices of
-            different speeds; empty for equal shares. Shares that add up to the number of
-            microbatches are numbers of microbatches.
+        place: for `device_map`: shell patterns of module names, with a device number.
     """
 
     key_prefix: ClassVar[str] = "strategy."
@@ -101,7 +97,6 @@ class StrategyConfig(Constrained):
     stages: tuple[str, ...] = ()
     devices: Annotated[int, Ge(1)] | None = None
     place: dict[str, int] = field(default_factory=dict)
-    shares: tuple[int, ...] = ()
 
     def is_exact(self, tensor_slices: int) -> bool:
         """Whether this strategy can give the bits of one process.
@@ -224,9 +219,6 @@ def resolve_mesh(
     if microbatches is not None:
         ranks_per_model = shape.size // shape.data_size
         require_enough_microbatches(microbatches, shape.data_size, ranks_per_model=ranks_per_model)
-    # One rank has all microbatches, whatever the shares are.
-    if strategy.shares and processes > 1:
-        require_shares(strategy.shares, shape.data_size, microbatches)
     _require_effect(strategy, shape)
     return shape
 

@@ -43,16 +43,13 @@ class CheckingReader(SampleReader):
     """Reader that also decides how batches are read (`how` of a request is `check`)."""
 
     def _reading(self, request: Request) -> Reading:
-        if request.how == "check":
-            return self._check(request)
-        return super()._reading(request)
-
-    def _check(self, request: Request) -> Reading:
-        """Read a whole batch, and decide how others are read.
+        """Read a batch; to check the data, read a whole batch, and decide how others are read.
 
         The decision is made in copies of the process, so that data sets and functions with a memory
         see each sample once, as in a plain loop.
         """
+        if request.how != "check":
+            return super()._reading(request)
         part = _first_of(request)
         decision = called_in_copy(partial(self._decided, part), COPY_SECONDS)
         if decision is not None and decision.how == "check":

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 from samestep.errors import DataError, RunError, SamestepError
@@ -251,16 +251,11 @@ class SampleFiles(ABC):
         else:
             paths = system.find(root)
         prefix = f"{root.rstrip('/')}/"
-        visible = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
         # Names stay texts: a path would change the key `a//b` of a store.
-        parsed = {name: PurePosixPath(name) for name in visible if "/." not in f"/{name}"}
-        # `map` and `shuffle` of Hugging Face datasets write caches beside the files that
-        # `save_to_disk` has written.
-        saved = {path.parent for path in parsed.values() if path.name == "state.json"}
-        caches = {
-            name for name, path in parsed.items() if path.match("cache-*") and path.parent in saved
-        }
-        selected = sorted(name for name in parsed if name.endswith(suffix) and name not in caches)
+        names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
+        selected = [
+            name for name in sorted(names) if name.endswith(suffix) and "/." not in f"/{name}"
+        ]
         if not selected:
             raise DataError(
                 f"{self.address} has no file *{suffix}",

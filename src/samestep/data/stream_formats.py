@@ -1,15 +1,13 @@
-"""Formats of the files of a stream: WebDataset tar files, Parquet, Arrow, and tokens."""
+"""Formats of the files of a stream: WebDataset tar files, Parquet, and tokens."""
 
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import struct
 import tarfile
-from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import IO, Any, Literal, NamedTuple
 
 import numpy
@@ -22,7 +20,6 @@ from samestep.errors import DataError
 _CHUNK_BYTES = 1 << 20
 # Of the decoded row groups of a file: a window of a stream reads several in random order.
 _GROUP_BYTES = 1 << 27
-_ARROW_MAGIC = b"ARROW1"
 _HEADER = struct.Struct("<256i")  # magic number, version, number of tokens
 _HEADERS = {20240520: "uint16", 20240801: "uint32"}  # of llm.c: GPT-2 and Llama 3
 
@@ -128,87 +125,71 @@ class _TarReader(Reader):
         return sample
 
 
-class _TableFiles(SampleFiles):
-    """Rows of files that pyarrow reads: dictionaries with a Python value per column.
+class ParquetFiles(SampleFiles):
+    """Rows of Parquet files, `*.parquet` (https://parquet.apache.org), as dictionaries.
+
+    A read decodes its whole row group. The last ones of each file stay in memory, up to 128 MiB:
+    small row groups are faster for reads in random order.
 
     Args:
         address: folder with the files; see `SampleFiles`.
-        columns: names of the columns, in Parquet files also of nested ones as `a.b`; None for all.
+        columns: names of the columns, also of nested ones as `a.b`; None for all.
 
     Raises:
         DataError: there are no such files, or one is damaged or lacks a column.
         RecipeError: pyarrow is not installed.
     """
 
-    suffix: str
-    reader_class: type[_TableReader]
-
     def __init__(self, address: str, columns: Sequence[str] | None = None) -> None:
-        self._columns = columns
-        require_package("a Parquet or Arrow file", "pyarrow", "pyarrow")
-        super().__init__(address, self.suffix)
+        self._columns = None if columns is None else list(columns)
+        require_package("a Parquet file", "pyarrow", "pyarrow")
+        super().__init__(address, ".parquet")
 
     def reader(self, file: IO[bytes], name: str) -> Reader:
-        """Return the reader of a file."""
-        return self.reader_class(file, self._columns, self.place_of(name))
-
-
-class _TableReader(Reader):
-    """Rows of an open file in parts: the end of each part in the rows of the file."""
-
-    def __init__(self, file: IO[bytes], columns: Sequence[str] | None, place: str) -> None:
-        super().__init__(file)
-        self._columns = None if columns is None else list(columns)
-        sizes, known = self._opened()
-        self._require_columns(known, place)
-        self._ends = numpy.cumsum([0, *sizes])
-
-    @abstractmethod
-    def _opened(self) -> tuple[Sequence[int], Collection[str]]:
-        """Open the file, and return the numbers of rows of its parts, and its columns."""
-
-    @abstractmethod
-    def _part(self, number: int) -> Any:
-        """Return the table of a part, with the selected columns."""
-
-    def _require_columns(self, known: Collection[str], place: str) -> None:
+        """Return the reader of a file, which has the columns."""
+        reader = _ParquetReader(file, self._columns)
+        known = reader.column_names
         # pyarrow leaves out unknown columns.
         unknown = [
-            name
-            for name in self._columns or ()
-            if name not in known and name.partition(".")[0] not in known
+            column
+            for column in self._columns or ()
+            if column not in known and column.partition(".")[0] not in known
         ]
         if unknown:
             raise DataError(
-                f"{place} has no column {', '.join(unknown)}",
+                f"{self.place_of(name)} has no column {', '.join(unknown)}",
                 expected=f"columns of the file: {', '.join(known)}",
                 fix="correct the option columns",
                 code="E_UNKNOWN_NAME",
             )
+        return reader
+
+
+class _ParquetReader(Reader):
+    """Rows of an open file, whose row groups that were read last stay in memory."""
+
+    def __init__(self, file: IO[bytes], columns: list[str] | None) -> None:
+        import pyarrow.parquet
+
+        super().__init__(file)
+        self._columns = columns
+        self._groups: OrderedDict[int, Any] = OrderedDict()
+        self._parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+        self.column_names: list[str] = self._parquet.schema_arrow.names
+        metadata = self._parquet.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._ends = numpy.cumsum([0, *sizes])  # of the groups, in rows of the file
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         number = int(numpy.searchsorted(self._ends, index, side="right")) - 1
-        rows = self._part(number).slice(index - int(self._ends[number]), 1)
+        rows = self._group(number).slice(index - int(self._ends[number]), 1)
         row: dict[str, Any] = rows.to_pylist()[0]
         return row
 
-
-class _ParquetReader(_TableReader):
-    """Row groups of a Parquet file; those that were read last stay in memory."""
-
-    def _opened(self) -> tuple[Sequence[int], Collection[str]]:
-        import pyarrow.parquet
-
-        self._groups: OrderedDict[int, Any] = OrderedDict()
-        self._parquet = pyarrow.parquet.ParquetFile(self.file, pre_buffer=False)
-        metadata = self._parquet.metadata
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        return sizes, self._parquet.schema_arrow.names
-
-    def _part(self, number: int) -> Any:
+    def _group(self, number: int) -> Any:
         if number not in self._groups:
             group = self._parquet.read_row_group(number, columns=self._columns, use_threads=False)
             self._groups[number] = group
@@ -217,54 +198,6 @@ class _ParquetReader(_TableReader):
         while len(self._groups) > 1 and self.memory > _GROUP_BYTES:
             self.memory -= self._groups.popitem(last=False)[1].nbytes
         return self._groups[number]
-
-
-class _ArrowReader(_TableReader):
-    """Record batches of an Arrow file or stream."""
-
-    def _opened(self) -> tuple[Sequence[int], Collection[str]]:
-        import pyarrow.ipc
-
-        try:
-            contents = memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ))
-        except OSError:  # a file of a store has no number
-            contents = memoryview(self.file.read())
-            self.memory = len(contents)
-        buffer = pyarrow.py_buffer(contents)
-        if contents[: len(_ARROW_MAGIC)] == _ARROW_MAGIC:
-            opened = pyarrow.ipc.open_file(buffer)
-            self._batches = [opened.get_batch(at) for at in range(opened.num_record_batches)]
-        else:
-            opened = pyarrow.ipc.open_stream(buffer)
-            self._batches = list(opened)
-        return [batch.num_rows for batch in self._batches], opened.schema.names
-
-    def _part(self, number: int) -> Any:
-        batch = self._batches[number]
-        if self._columns is None:
-            return batch
-        return batch.select(self._columns)
-
-
-class ParquetFiles(_TableFiles):
-    """Rows of Parquet files, `*.parquet` (https://parquet.apache.org).
-
-    A read decodes its whole row group. The last ones of each file stay in memory, up to 128 MiB:
-    small row groups are faster for reads in random order.
-    """
-
-    suffix = ".parquet"
-    reader_class = _ParquetReader
-
-
-class ArrowFiles(_TableFiles):
-    """Rows of Arrow IPC files and streams, `*.arrow`, such as those of `save_to_disk`.
-
-    A local file is mapped into memory; another one is read as a whole.
-    """
-
-    suffix = ".arrow"
-    reader_class = _ArrowReader
 
 
 class TokenFiles(SampleFiles):

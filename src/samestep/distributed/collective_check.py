@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import json
 import os
 import sys
@@ -54,14 +53,6 @@ Line = tuple[str, int]  # file and number
 _INTERNAL = tuple(
     f"{_PACKAGE}{name}{os.sep}"
     for name in ("distributed", "launcher", "reduce", "strategies", "view")
-)
-# Collectives of `torch.distributed`. Point-to-point messages differ from rank to rank.
-_COLLECTIVES = (
-    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
-    *("all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
-    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
-    *("gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single"),
-    *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
 )
 
 
@@ -370,54 +361,6 @@ def intercept_all(before: Callable[[], None]) -> ExitStack:
         setattr(module, helper, checked)
         stack.callback(setattr, module, helper, original)
     return stack
-
-
-OnCollective = Callable[[bool], Callable[[], None] | None]
-
-
-def intercept_collectives(
-    is_active: Callable[[], bool], on_collective: OnCollective
-) -> Callable[[], None]:
-    """Call `on_collective(is_blocking)` before each collective of all ranks in `torch.distributed`.
-
-    Only calls by name in `torch.distributed` are intercepted: not those of torch's C++ code, nor
-    those of a name imported earlier (`from torch.distributed import all_reduce`). Collectives of a
-    subgroup are ignored, because other ranks have no part in them.
-
-    Args:
-        is_active: evaluated first on every call; False passes the call through.
-        on_collective: `is_blocking` is False with `async_op`. A returned function is called when
-            the collective has returned.
-
-    Returns:
-        A function that restores `torch.distributed`.
-    """
-
-    def intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            on_end = None
-            if is_active():
-                try:
-                    bound = signature.bind(*args, **kwargs).arguments
-                except TypeError:
-                    return function(*args, **kwargs)  # raises the proper error
-                if bound.get("group") in (None, dist.group.WORLD):
-                    on_end = on_collective(not bound.get("async_op", False))
-            try:
-                return function(*args, **kwargs)
-            finally:
-                if on_end is not None:
-                    on_end()
-
-        return wrapper
-
-    # Some of the names are new, others deprecated: not every version has all.
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
-    vars(dist).update({name: intercepted(function) for name, function in originals.items()})
-    return lambda: vars(dist).update(originals)
 
 
 @functools.cache

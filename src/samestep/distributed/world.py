@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
@@ -27,7 +27,6 @@ from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.torch_errors import is_lost_connection
 from samestep.errors import InputError, PeerLostError
-from samestep.microbatches import Shares
 
 # Of the first message of `all_gather`.
 _LENGTH_BYTES = 8
@@ -74,8 +73,6 @@ class World:
         mesh: device mesh of the strategy; None for plain replication.
         timeout: time limit of a collective.
         data_world: ranks that share the data, this rank among them, if these are not all ranks.
-        uneven_shares: share of the microbatches of each rank that shares the data; None for equal
-            shares.
         is_private: `group` has all ranks, and the script does not see it.
     """
 
@@ -88,7 +85,6 @@ class World:
     mesh: DeviceMesh | None = None
     timeout: timedelta = dist.default_pg_timeout
     data_world: World | None = None
-    uneven_shares: tuple[int, ...] | None = None
     is_private: bool = False
 
     def __enter__(self) -> World:
@@ -107,11 +103,6 @@ class World:
     def data(self) -> World:
         """Ranks that share the data: all, unless several ranks compute the same samples."""
         return self.data_world or self
-
-    @property
-    def shares(self) -> Shares:
-        """Shares of the ranks that share the data, in the microbatches."""
-        return self.uneven_shares or self.size
 
     @cached_property
     def mesh_shape(self) -> MeshShape:
@@ -229,9 +220,6 @@ def build_world(
         InputError: the strategy has no mesh for this number of ranks.
     """
     shape = resolve_mesh(strategy, size)
-    shares = None
-    if size > 1 and strategy.shares:
-        shares = strategy.shares
     mesh = None
     data_world = None
     if shape.splits_model:
@@ -253,9 +241,8 @@ def build_world(
             axes_of_data = [AXES.index("replicate"), AXES.index("shard")]
             rows = ranks.movedim(axes_of_data, [-2, -1]).reshape(-1, shape.data_size)
             group = _create_groups(rank, rows, timeout)
-            own = World(dist.get_rank(group), dist.get_world_size(group), device, session, group)
-            data_world = replace(own, timeout=timeout, uneven_shares=shares)
-            shares = None  # these ranks have none of their own
+            place = (dist.get_rank(group), dist.get_world_size(group))
+            data_world = World(*place, device, session, group, timeout=timeout)
     return World(
         rank,
         size,
@@ -265,7 +252,6 @@ def build_world(
         mesh=mesh,
         timeout=timeout,
         data_world=data_world,
-        uneven_shares=shares,
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from samestep.config import LOGGER_GROUP
 from samestep.config.validation import require_package
@@ -49,6 +49,7 @@ _NO_TERMINAL_METRICS = (
     *("is_best", "skipped_steps", "samples_per_second"),
 )
 _FLUSH_SECONDS = 1.0
+_PROJECT = "samestep"  # in Weights & Biases, and the experiment in MLflow
 # Limits of one request to MLflow.
 _MAX_METRICS = 1000
 _MAX_PARAMS = 100
@@ -92,17 +93,10 @@ def _load(entry: EntryPoint, run: Path) -> Logger:
 class ProgressLogger(Logger):
     """Prints steps and evaluation batches as a progress bar, and other events as lines.
 
-    Without a terminal, a line about the progress is printed if no line was printed for
-    `line_seconds`.
+    Without a terminal, a line about the progress is printed if no line was printed for a minute.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        line_seconds: float = _LINE_SECONDS,
-        *,
-        quiet: bool = False,
-    ) -> None:
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         from rich import progress  # slow: `tensorboard_command` does not need it
 
         self._console = console or plain_console(stderr=True, quiet=quiet)
@@ -119,7 +113,6 @@ class ProgressLogger(Logger):
         )
         self._task: TaskID | None = None
         self._label = ""
-        self._line_seconds = line_seconds
         self._last_line = time.monotonic()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -140,7 +133,7 @@ class ProgressLogger(Logger):
     def log_progress(self, label: str, done: int, total: int, text: str = "") -> None:
         """Show `done` of `total` steps or batches."""
         if not self._console.is_terminal:
-            if time.monotonic() - self._last_line >= self._line_seconds:
+            if time.monotonic() - self._last_line >= _LINE_SECONDS:
                 self._print(f"{label}  {done}/{total}  {text}".rstrip())
             return
         state: Any = {"description": label, "completed": done, "total": total, "text": text}
@@ -260,28 +253,17 @@ class Tracker(MetricLogger):
 class WandbLogger(Tracker):
     """Logs metrics and the recipe to Weights & Biases.
 
-    Without a mode, WANDB_MODE decides; without the variable the mode is offline: files are written
-    to `wandb/` in the run directory, and `wandb sync` uploads them.
+    Without WANDB_MODE, the mode is offline: files are written to `wandb/` in the run directory, and
+    `wandb sync` uploads them.
 
     Args:
         run: run directory.
-        project: project in Weights & Biases.
-        mode: `offline`, `online` or `disabled`.
         resume: continue the run of this directory.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        *,
-        project: str = "samestep",
-        mode: Literal["offline", "online", "disabled"] | None = None,
-        resume: bool = False,
-    ) -> None:
+    def __init__(self, run: Path, *, resume: bool = False) -> None:
         require_package("the logger wandb", "wandb", "'samestep[loggers]'")
         super().__init__(run, "wandb", resume=resume)
-        self._project = project
-        self._mode = mode
         self._run: Any = None
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -303,10 +285,10 @@ class WandbLogger(Tracker):
             resume = None if run_id is None else "allow"
             with write_errors(wandb.Error):
                 self._run = wandb.init(
-                    project=self._project,
+                    project=_PROJECT,
                     name=self._directory.resolve().name,
                     dir=self._directory,
-                    mode=self._mode or read_wandb_mode() or "offline",
+                    mode=read_wandb_mode() or "offline",
                     id=run_id,
                     resume=resume,
                     settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
@@ -318,29 +300,18 @@ class WandbLogger(Tracker):
 class MLflowLogger(Tracker):
     """Logs metrics and the recipe to MLflow.
 
-    Without a tracking URI, MLFLOW_TRACKING_URI decides; without the variable, metrics are stored in
-    the SQLite file `mlflow.db` in the run directory. Metrics are sent about once per second.
+    Without MLFLOW_TRACKING_URI, metrics are stored in the SQLite file `mlflow.db` in the run
+    directory. Metrics are sent about once per second.
 
     Args:
         run: run directory.
-        experiment: experiment in MLflow.
-        tracking_uri: URI of the tracking store.
         resume: continue the run of this directory.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        *,
-        experiment: str = "samestep",
-        tracking_uri: str | None = None,
-        resume: bool = False,
-    ) -> None:
+    def __init__(self, run: Path, *, resume: bool = False) -> None:
         for package in ("mlflow", "sqlalchemy", "alembic"):
             require_package("the logger mlflow", package, "'samestep[loggers]'")
         super().__init__(run, "mlflow", resume=resume)
-        self._experiment = experiment
-        self._uri = tracking_uri
         self._client: Any = None
         self._run_id = ""
         self._pending: list[Any] = []
@@ -398,14 +369,14 @@ class MLflowLogger(Tracker):
             # Without notes on the creation of tables.
             logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
             directory = self._directory.resolve()
-            uri = self._uri
-            if not uri and not mlflow.is_tracking_uri_set():
+            uri = None
+            if not mlflow.is_tracking_uri_set():
                 uri = f"sqlite:///{directory / 'mlflow.db'}"
             with write_errors(_mlflow_error()):
-                client = mlflow.MlflowClient(tracking_uri=uri or None)
-                experiment = client.get_experiment_by_name(self._experiment)
+                client = mlflow.MlflowClient(tracking_uri=uri)
+                experiment = client.get_experiment_by_name(_PROJECT)
                 if experiment is None:
-                    number = client.create_experiment(self._experiment)
+                    number = client.create_experiment(_PROJECT)
                 else:
                     number = experiment.experiment_id
                 run_id = self._read_id()

@@ -178,7 +178,7 @@ class ConfusionMatrix(CountMetric):
 
 
 class OverlapMetric(ConfusionMatrix):
-    """Dice (F1) or intersection over union of all pixels, voxels or samples together.
+    """Dice (F1) or intersection over union of all pixels or samples together.
 
     With one output channel, the score of that class. With several, the mean over the classes that
     occur in targets or predictions, including the background; 1 if none occurs.

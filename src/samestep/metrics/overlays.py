@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ _GAP = 4  # pixels between images in a row
 
 
 def class_map(outputs: torch.Tensor) -> Classes:
-    """Return the class of each pixel or voxel of a sample from logits `(C, ...)`.
+    """Return the class of each pixel of a sample from logits `(C, H, W)`.
 
     With one channel, the classes are 0 and 1.
     """
@@ -69,45 +68,31 @@ def class_colors(count: int) -> list[tuple[int, int, int]]:
 def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> Image.Image:
     """Return one sample as images in a row: input, input with targets, with predictions.
 
-    Of a volume, the middle slice along the first axis is drawn.
-
     Args:
-        inputs: `(channels, [D,] H, W)`, scaled from the least to the largest value.
-        targets: class indices `([D,] H, W)`, or binary `(1, [D,] H, W)`; negative values are
-            ignored.
-        outputs: logits `(C, [D,] H, W)`.
+        inputs: `(channels, H, W)`, scaled from the least to the largest value.
+        targets: class indices `(H, W)`, or binary `(1, H, W)`; negative values are ignored.
+        outputs: logits `(C, H, W)`.
     """
     if targets.is_floating_point():
         targets = targets[0]
     pixels = device_reads.copy(inputs.detach().float())
     predicted = class_map(outputs)
     expected: Classes = device_reads.copy(targets.detach().long()).numpy()
-    if predicted.ndim == 3:
-        middle = predicted.shape[0] // 2
-        pixels = pixels[:, middle]
-        predicted = predicted[middle]
-        expected = expected[middle]
     image = scaled_image(pixels)
     is_binary = outputs.shape[0] == 1
     layers = [blended(image, one, is_binary=is_binary) for one in (expected, predicted)]
-    return side_by_side([image, *layers])
-
-
-def side_by_side(images: Sequence[Image.Image]) -> Image.Image:
-    """Return images in a row with white gaps."""
-    ends = list(accumulate(image.width + _GAP for image in images))
-    row = Image.new("RGB", (ends[-1] - _GAP, max(image.height for image in images)), "white")
-    for image, left in zip(images, [0, *ends], strict=False):
-        row.paste(image, (left, 0))
+    row = Image.new("RGB", (3 * image.width + 2 * _GAP, image.height), "white")
+    for number, layer in enumerate((image, *layers)):
+        row.paste(layer, (number * (image.width + _GAP), 0))
     return row
 
 
 def is_segmentation(inputs: Any, targets: Any, outputs: Any) -> bool:
-    """Return whether a batch has images or volumes with one class per pixel or voxel."""
+    """Return whether a batch has images with one class per pixel."""
     if not all(isinstance(value, torch.Tensor) for value in (inputs, targets, outputs)):
         return False
     shape = outputs.shape[2:]
-    is_dense = len(shape) in (2, 3) and inputs.shape[2:] == shape
+    is_dense = len(shape) == 2 and inputs.shape[2:] == shape
     return is_dense and tuple(targets.shape) in ((len(outputs), *shape), (len(outputs), 1, *shape))
 
 

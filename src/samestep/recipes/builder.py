@@ -80,7 +80,6 @@ DATA = {
     "stream_tokens": "samestep.zoo.language:load_stream_tokens",
     "texts": "samestep.zoo.texts:load_texts",
     "tokens": "samestep.zoo.language:load_tokens",
-    "volumes": "samestep.zoo.volumes:load_volumes",
 }
 MODELS = {
     "digits_net": "samestep.zoo.digits:DigitsNet",
@@ -91,8 +90,7 @@ MODELS = {
     "unet_vgg16": "samestep.zoo.models:unet_vgg16",
     "unet_resnet34": "samestep.zoo.models:unet_resnet34",
     "unet_resnet101": "samestep.zoo.models:unet_resnet101",
-    "unet_small": "samestep.zoo.models:unet_small",
-    "unet_3d": "samestep.zoo.models:unet_3d",
+    "unet_small": "samestep.zoo.models:UNet",
 }
 LOSSES = {
     "cross_entropy": "samestep.zoo.losses:cross_entropy",
@@ -111,7 +109,6 @@ TASKS: dict[str, str] = {
     "segmentation": "samestep.zoo.segmentation:segmentation_task",
     "stream_images": "samestep.zoo.images:image_task",
     "stream_tokens": "samestep.zoo.language:stream_tokens_task",
-    "volumes": "samestep.zoo.volumes:volumes_task",
 }
 OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 
@@ -326,8 +323,9 @@ def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[Sampl
     if not world.is_main:
         return cache, ""
     note = f"cache: {config.cache} images in {cache.folder}"
-    if cache.entries:
-        note += f"; already there: {cache.entries:,} entries, {cache.bytes / 1e9:.3g} GB"
+    entries, size = cache.usage()
+    if entries:
+        note += f"; already there: {entries:,} entries, {size / 1e9:.3g} GB"
     return cache, note
 
 

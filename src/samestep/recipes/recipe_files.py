@@ -1,4 +1,6 @@
-"""Recipes as YAML files, with settings and validation; facts of datasets in the run directory.
+"""Recipes as YAML files, with settings and validation; files of data that recipes name.
+
+Also facts of datasets in the run directory.
 
 A recipe that cannot be read or is invalid raises `RecipeError`. The error of an unknown key or an
 invalid value names the key or value that was probably meant.
@@ -22,7 +24,6 @@ from samestep.config.key_suggestions import did_you_mean, nearest_path
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import expand_path
 from samestep.errors import InputError, RecipeError
-from samestep.recipes.paths import train_command
 from samestep.recipes.settings import (
     apply_setting,
     expand_paths,
@@ -38,6 +39,16 @@ _NOT_SET = object()
 _DATASET_FILE = "data.json"
 # Beginnings of names of models of torchvision, which are not recipes.
 _MODELS = ("resnet", "resnext", "vgg", "convnext", "densenet", "efficientnet", "mobilenet", "swin")
+# Data that need a path: the kind of path, and what is there.
+_PATHS = {
+    "images": ("folder", "data.options.path is a folder of class folders"),
+    "image_list": ("file", "data.options.path is a table"),
+    "segmentation": ("folder", "data.options.path has the folders images and masks"),
+    "texts": ("file", "data.options.path is a table"),
+}
+_WITHOUT_PATH = ("digits", "tokens")
+_TABLES = (".csv", ".parquet")
+_TEXTS = (".txt", ".md", ".py")
 _RECIPE_BYTES = 1 << 20  # YAML is slow to read
 
 
@@ -250,3 +261,67 @@ def read_dataset_info(run: Path) -> DatasetInfo:
             fix="run samestep resume RUN with access to the data, which writes the file",
             code="E_UNREADABLE",
         ) from error
+
+
+# --- data and files of a recipe -----------------------------------------------------------------
+
+
+def recipe_for(path: Path) -> str:
+    """Return the name of the shipped recipe that fits a file or a folder of data."""
+    if path.is_file():
+        if path.suffix in _TABLES:
+            return "texts"
+        return "language"
+    names = [one.name for one in sorted(path.iterdir())]
+    if "masks" in names and "images" in names:
+        return "segmentation"
+    if any(Path(name).suffix in _TEXTS for name in names):
+        return "language"
+    return "images"
+
+
+def train_command(path: Path) -> str:
+    """Return the command that trains with some data."""
+    return shlex.join(["samestep", "train", recipe_for(path), str(path)])
+
+
+def require_paths(recipe: Recipe) -> None:
+    """Require that the data and the weights of a recipe exist.
+
+    Raises:
+        RecipeError: a path is missing, or of another kind, or the data have none.
+    """
+    name = recipe.data.name
+    options = recipe.data.options
+    path = options.get("path")
+    if name in _WITHOUT_PATH and isinstance(path, str) and Path(path).exists():
+        raise RecipeError(
+            f"data.options.path is {path}, but the data {name!r} need none",
+            expected="a recipe for own data",
+            fix=train_command(Path(path)),
+            code="E_UNKNOWN_OPTION",
+        )
+    if name in _PATHS:
+        kind, expected = _PATHS[name]
+        if path is None:
+            fix = f"samestep train {name} {kind.upper()}"
+            code = "E_MISSING_KEY"
+            raise RecipeError("data.options.path is missing", expected, fix, code=code)
+        _require_path(path, kind, expected)
+        _require_path(options.get("evaluation_path"), kind, expected)
+    _require_path(recipe.model.pretrained, "file", "model.pretrained is a file of weights")
+
+
+def _require_path(value: object, kind: str, expected: str) -> None:
+    if not isinstance(value, str):
+        return
+    path = Path(value)
+    exists = path.is_file() if kind == "file" else path.is_dir()
+    if not exists:
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        near = nearest_path(path)
+        fix = "correct the path"
+        if near is not None:
+            fix = f"did you mean {near}?"
+        problem = f"there is no {kind} {path}{place}"
+        raise RecipeError(problem, expected, fix, code="E_FILE_MISSING")

@@ -1,4 +1,4 @@
-"""Settings `key=value` of a recipe: short keys, paths, origins, and values that errors suggest."""
+"""Settings `key=value` of a recipe: short keys, paths, origins, suggestions; the JSON schema."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ _LEAST = 0.7  # similarity of a misspelled key
 _WORD = re.compile(r"[A-Za-z_][\w./-]*(:[\w./-]+)*")
 _CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _NONE = object()
+_ATTRIBUTE = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)  # of a docstring
 
 
 def apply_setting(data: dict[str, Any], setting: str) -> tuple[str, str]:
@@ -306,3 +307,42 @@ def _valid_value(key: str, error: ErrorDetails, before: Mapping[str, Any]) -> An
     if value is not None and value != error["input"]:
         return value
     return _EXAMPLES.get(key, _defaults().get(key, _NONE))
+
+
+# --- schema -------------------------------------------------------------------------------------
+
+
+def descriptions(kind: type) -> dict[str, str]:
+    """Return the descriptions of the fields of a class by name, from docstrings."""
+    documents = [base.__dict__.get("__doc__") or "" for base in reversed(kind.__mro__)]
+    matches = [match for document in documents for match in _ATTRIBUTE.findall(document)]
+    return {name: " ".join(text.split()) for name, text in matches}
+
+
+def recipe_schema() -> str:
+    """Return the JSON schema of a recipe."""
+    from pydantic import TypeAdapter  # slow, and commands mostly print no schema
+
+    schema = TypeAdapter(Recipe).json_schema()
+    kinds = {kind.__name__: kind for kind in _classes(Recipe)}
+    for name, section in [("Recipe", schema), *schema["$defs"].items()]:
+        texts = descriptions(kinds[name])
+        section["description"] = (kinds[name].__doc__ or "").partition("\n")[0]
+        for key, value in section["properties"].items():
+            value.pop("title", None)
+            if key in texts:
+                value["description"] = texts[key]
+    text = json.dumps(
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1
+    )
+    return f"{text}\n"
+
+
+def _classes(kind: Any) -> list[Any]:
+    """Return a configuration class and those of its sections."""
+    classes = [kind]
+    for name in kind.__dataclass_fields__:
+        section = section_of(kind, name)
+        if section is not None:
+            classes += _classes(section)
+    return classes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
-from samestep.microbatches import Shares, owned_microbatches, rank_count
+from samestep.microbatches import owned_microbatches
 from samestep.reduce.fast import Node
 
 Additions = tuple[tuple[Node, tuple[Node, Node]], ...]  # sums with their operands
@@ -39,9 +39,9 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
     microbatches: int
 
     @lru_cache(maxsize=4096)  # noqa: B019  # a run has few trees, and each is one number
-    def cover(self, rank: int, shares: Shares) -> tuple[Node, ...]:
+    def cover(self, rank: int, ranks: int) -> tuple[Node, ...]:
         """Return the largest subtrees that a rank owns completely, in order."""
-        owned = owned_microbatches(self.microbatches, shares, rank)
+        owned = owned_microbatches(self.microbatches, ranks, rank)
 
         def descend(node: Node) -> tuple[Node, ...]:
             lo, hi = node
@@ -55,9 +55,9 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
         return descend((0, self.microbatches))
 
     @lru_cache(maxsize=4096)  # noqa: B019
-    def covers(self, shares: Shares) -> tuple[tuple[Node, ...], ...]:
+    def covers(self, ranks: int) -> tuple[tuple[Node, ...], ...]:
         """Return the largest subtrees of each rank."""
-        return tuple(self.cover(rank, shares) for rank in range(rank_count(shares)))
+        return tuple(self.cover(rank, ranks) for rank in range(ranks))
 
     def merge(
         self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]
@@ -107,10 +107,10 @@ class ExactReduction:
     """
 
     def __init__(self, world: World, microbatches: int) -> None:
-        self.own = owned_microbatches(microbatches, world.shares, world.rank)
+        self.own = owned_microbatches(microbatches, world.size, world.rank)
         self._world = world
         self._tree = MicrobatchTree(microbatches)
-        self._cover = self._tree.cover(world.rank, world.shares)
+        self._cover = self._tree.cover(world.rank, world.size)
         self._stream: Any = None  # of sums of gradients, which overlap with the backward
         if is_accelerator(world.device) and world.size > 1:
             self._stream = accelerator_module().Stream(world.device)
@@ -195,7 +195,7 @@ def tree_all_reduce(
     def exchange() -> None:
         nonlocal total
         values: dict[Node, torch.Tensor] = {}
-        covers = tree.covers(world.shares)
+        covers = tree.covers(world.size)
         rows = _own_slices(world, covers, subtree_sums, slices)
         for cover, vectors in zip(covers, rows, strict=True):
             values |= zip(cover, vectors, strict=True)

@@ -15,7 +15,6 @@ from samestep.config import StrategyConfig
 from samestep.distributed.devices import accelerator_module, is_accelerator, rank_devices
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.strategies.pipeline.partition import balance
 
 _NAMED = 3  # modules named in an error
 _device_map_error = partial(InputError, code="E_STRATEGY")
@@ -60,10 +59,13 @@ def apply_device_map(model: nn.Module, world: World) -> None:
     config = world.strategy
     devices = rank_devices(config.name, config.devices, world.device, world.size)
     modules = dict(model.named_modules(remove_duplicate=False))
-    if config.place:
-        assigned = _by_pattern(modules, config, len(devices))
-    else:
-        assigned = _in_order(model, len(devices))
+    if not config.place:
+        raise _device_map_error(
+            "strategy device_map without strategy.place",
+            expected="a device for each module with parameters",
+            fix="set strategy.place, such as {'features.*': 0, 'classifier.*': 1}",
+        )
+    assigned = _by_pattern(modules, config, len(devices))
     _require_one_device_per_tensor(modules, assigned)
     # Numbers of devices, descendants included.
     inside: dict[str, set[int]] = {name: set() for name in modules}
@@ -107,47 +109,6 @@ def _by_pattern(
             name: number for name in modules if not set(_with_ancestors(name)).isdisjoint(matches)
         }
     return assigned
-
-
-def _in_order(model: nn.Module, devices: int) -> dict[str, int]:
-    """Return the device of each module of an nn.Sequential: consecutive parts of similar size."""
-    units = _sequential_units("", model)
-    if list(units) == [""]:
-        raise _device_map_error(
-            f"strategy device_map of a {type(model).__name__} without strategy.place",
-            expected="the automatic device map needs an nn.Sequential, which calls its modules in "
-            "order",
-            fix="set strategy.place, such as {'features.*': 0, 'classifier.*': 1}",
-        )
-    sizes = {
-        name: sum(parameter.nbytes for parameter in module.parameters())
-        for name, module in units.items()
-    }
-    sized = [name for name, size in sizes.items() if size > 0]
-    if len(sized) < devices:
-        raise _device_map_error(
-            f"{devices} devices for {len(sized)} modules with parameters",
-            expected="at least one module with parameters per device",
-            fix=f"set strategy.devices: {max(len(sized), 1)}",
-        )
-    starts = [sized[start] for start in balance([sizes[name] for name in sized], devices)]
-    assigned: dict[str, int] = {}
-    number = 0
-    for name, module in units.items():
-        number += name in starts  # modules without parameters follow their predecessor
-        for inner, _ in module.named_modules(prefix=name, remove_duplicate=False):
-            assigned[inner] = number
-    return assigned
-
-
-def _sequential_units(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that an nn.Sequential calls in order, nested ones expanded."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        return {name: module}
-    units: dict[str, nn.Module] = {}
-    for inner, child in module.named_children():
-        units |= _sequential_units(f"{name}.{inner}".lstrip("."), child)
-    return units
 
 
 def _require_one_device_per_tensor(modules: dict[str, nn.Module], assigned: dict[str, int]) -> None:

@@ -88,7 +88,7 @@ class Slicing:
         numbered = zip(self.owned, parts, strict=True)
         values = {(number, number + 1): part for number, part in numbered}
         sums: dict[tuple[int, int], torch.Tensor] = {}
-        for node in self._tree.cover(self._world.rank, self._world.shares):
+        for node in self._tree.cover(self._world.rank, self._world.size):
             sums |= self._tree.merge(node, values, torch.add)
         subtree_sums = [total.contiguous() for total in sums.values()]
         if self._world.size == 1:

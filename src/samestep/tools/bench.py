@@ -23,8 +23,6 @@ SINGLE = "one device"
 WAYS = ("ddp", "dp", "accumulate", "bf16", "exact", "local_bn", "compression")
 DEVICES = (1, 2, 4)
 ACCUMULATE = (4,)  # parts of a batch, by default
-WORKERS = (0, 1, 2, 4, 8)  # loader processes of `--workers`
-_ALIKE = 0.02  # relative difference of speeds that count as equal
 WARMUP_STEPS = 3  # of a trial, which allocate memory and select kernels
 _MAX_WIDTH = 200
 
@@ -365,59 +363,3 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
         shown.add_row(*cells.values())
         last = way["devices"]
     return shown
-
-
-# --- loader processes ---------------------------------------------------------------------------
-
-
-def compare_workers(
-    recipe: Recipe,
-    counts: Sequence[int],
-    devices: Sequence[int],
-    plan: Plan,
-    report: Callable[[str], None],
-) -> dict[str, Any]:
-    """Time the recipe with each number of loader processes of a rank on each number of devices.
-
-    The first number is the baseline, and the fastest the smallest one that is about as fast as the
-    fastest.
-
-    Raises:
-        RankError: a rank failed, such as one without memory for its loader processes.
-        StoppedError: a stop was requested.
-    """
-    rows: list[dict[str, Any]] = []
-    fastest: list[dict[str, int]] = []
-    for number in devices:
-        report(f"{plural(len(counts), 'number')} of loader processes on {plural(number, 'device')}")
-        rounds = plan.run("time_workers", recipe, counts, plan.rounds, plan.steps, processes=number)
-        by_count = list(zip(*rounds, strict=True))
-        speed_ups: dict[int, float] = {}
-        for count, timings in zip(counts, by_count, strict=True):
-            speeds = _speeds(timings, by_count[0])
-            speed_ups[count] = speeds["speed_up"]["median"]
-            timed = [asdict(timing) for timing in timings]
-            rows.append({"devices": number, "workers": count, **speeds, "rounds": timed})
-        least = (1 - _ALIKE) * max(speed_ups.values())
-        fewest = min(count for count, speed_up in speed_ups.items() if speed_up >= least)
-        fastest.append({"devices": number, "workers": fewest})
-    return {"steps": plan.steps, "workers": rows, "fastest": fastest}
-
-
-def show_workers(data: dict[str, Any]) -> None:
-    """Print a comparison of numbers of loader processes."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("devices", "workers", "samples/s", "speed-up", "waits for data"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in data["workers"]:
-        table.add_row(
-            str(row["devices"]),
-            str(row["workers"]),
-            f"{row['samples_per_second']['median']:,.0f}",
-            str(Spread(**row["speed_up"])),
-            f"{row['data_share']:.0%}",
-        )
-    plain_console().print(table)
-    print()
-    for choice in data["fastest"]:
-        print(f"fastest     --workers {choice['workers']} on {plural(choice['devices'], 'device')}")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import nn
 
-from samestep.config import Recipe, RunOptions
+from samestep.config import RunOptions
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.recipes.builder import Built, build, start_world
@@ -65,35 +62,6 @@ def _build(contender: Contender, options: RunOptions, world: World) -> Built:
     if contender.devices > contender.processes:
         built.driver.model = nn.DataParallel(built.driver.model, list(range(contender.devices)))
     return built
-
-
-def time_workers(
-    recipe: Recipe, counts: Sequence[int], rounds: int, steps: int, options: RunOptions
-) -> list[list[Timing]] | None:
-    """Time steps with each number of loader processes, in turn, and return the rounds.
-
-    A round has the timings in the order of `counts`. Every second round runs in reverse order.
-    Return None if a stop was requested.
-    """
-    # Torch warns of more workers than cores; the trials show which numbers are too large.
-    warnings.filterwarnings("ignore", message="This DataLoader will create")
-    result = []
-    with start_world(recipe, options) as world:
-        for number in range(rounds):
-            if world.is_main and not options.quiet:
-                print(f"timing, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-            timings = {}
-            for count in counts[::-1] if number % 2 else counts:
-                with world.session.status.operation(f"trial of {count} loader processes"):
-                    built = build(recipe, replace(options, workers=count), world)
-                    try:
-                        timings[count] = _time_steps(built, steps)
-                    except StopRequested:
-                        return None
-                    finally:
-                        built.train.close()
-            result.append([timings[count] for count in counts])
-    return result
 
 
 def _time_steps(built: Built, steps: int) -> Timing:

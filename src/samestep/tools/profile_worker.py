@@ -24,7 +24,6 @@ from torch.profiler import (
 )
 
 from samestep.config import Recipe
-from samestep.distributed.collective_check import intercept_collectives
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
@@ -111,9 +110,6 @@ class StepRecorder:
         self._clock = Clock(world.device)
         world.session.status.on_wait = lambda name: self._begin_collective()
         self._hooks.callback(setattr, world.session.status, "on_wait", None)
-        self._hooks.callback(
-            intercept_collectives(lambda: self._is_on, self._begin_user_collective)
-        )
         for hook in (
             register_module_forward_pre_hook(self._begin_forward),
             register_optimizer_step_pre_hook(self._begin_optimizer),
@@ -201,20 +197,17 @@ class StepRecorder:
             self._profiler.step()
         (self.is_stopped,) = any_rank(self._world, self._world.stop_requested)
         if self.is_stopped or self.steps == self._plan.steps:
-            self._finish()
+            # Gather the measurements of all ranks after the last step, and end the script.
+            world = self._world
+            self.close()
+            if self._profiler is not None:
+                self._profiler.stop()
+            if not self.is_stopped:
+                is_known = not world.mesh_shape.splits_model
+                self.measurements = Measurements(all_gather(self.phases(), world), is_known)
+            world.barrier()  # no rank ends while another needs it
+            raise EndOfScript
         self._begin_step()
-
-    def _finish(self) -> None:
-        """Gather the measurements of all ranks after the last step, and end the script."""
-        world = self._world
-        self.close()
-        if self._profiler is not None:
-            self._profiler.stop()
-        if not self.is_stopped:
-            is_known = not world.mesh_shape.splits_model
-            self.measurements = Measurements(all_gather(self.phases(), world), is_known)
-        world.barrier()  # no rank ends while another needs it
-        raise EndOfScript
 
     def _enter(self, phase: Phase) -> None:
         """Begin a phase of the training thread."""
@@ -227,9 +220,6 @@ class StepRecorder:
         if self._is_traced:
             self._annotation = record_function(f"samestep: {phase}")
             self._annotation.__enter__()
-
-    def _begin_user_collective(self, is_blocking: bool) -> Callable[[], None] | None:
-        return self._begin_collective() if is_blocking else None
 
     def _begin_collective(self) -> Callable[[], None]:
         begin = self._clock.now()

@@ -172,9 +172,9 @@ class ParallelModule(FirstCalls):
             if self._microbatches is None:
                 self._microbatches = min(rows, MOST_MICROBATCHES)
             bounds = microbatch_bounds(rows, self._microbatches)
-            owned = owned_microbatches(self._microbatches, ranks.shares, ranks.rank)
+            owned = owned_microbatches(self._microbatches, ranks.size, ranks.rank)
             slices = Slices(
-                rank_bounds(rows, self._microbatches, ranks.shares), ranks.size, ranks.rank
+                rank_bounds(rows, self._microbatches, ranks.size), ranks.size, ranks.rank
             )
             slices.microbatches = [[(number, *bounds[number]) for number in owned]]
             return slices if slices.fewest_rows else None
@@ -187,7 +187,7 @@ class ParallelModule(FirstCalls):
                 self._microbatches = min(max(rows // 2, ranks.size), MOST_MICROBATCHES)
             require_microbatches(self._microbatches, ranks.size)
         bounds = microbatch_bounds(rows, self._microbatches)
-        slices = Slices(bounds, ranks.shares, ranks.rank, copies=self.is_exact)
+        slices = Slices(bounds, ranks.size, ranks.rank, copies=self.is_exact)
         if not self._has_reduction:
             self.strategy.sum_slices(slices, is_exact=self.is_exact)
             self._has_reduction = True

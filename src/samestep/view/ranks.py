@@ -13,7 +13,7 @@ import torch
 
 from samestep.distributed.world import World
 from samestep.errors import InputError, RankDesyncError, RunError
-from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
+from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.in_step import ONE_DECISION
 from samestep.view.region import current_region
 
@@ -76,7 +76,6 @@ class Ranks:
     def __init__(self, world: World) -> None:
         self.rank = world.rank
         self.size = world.size
-        self.shares = world.shares
         self.world = world
         self._group = world.process_group
         self._sockets = world.sockets
@@ -170,31 +169,31 @@ class Slices:
 
     Args:
         bounds: the slices, at least one for each rank.
-        shares: number of ranks, or their shares of the slices.
+        ranks: number of ranks.
         rank: this rank.
         copies: whether tensors of slices have memory of their own, whose alignment decides on
             kernels.
     """
 
     def __init__(
-        self, bounds: Sequence[tuple[int, int]], shares: Shares, rank: int, *, copies: bool = False
+        self, bounds: Sequence[tuple[int, int]], ranks: int, rank: int, *, copies: bool = False
     ) -> None:
         self.bounds = bounds
         self.copies = copies
         self.rows = bounds[-1][1]
         self.fewest_rows = min(stop - start for start, stop in bounds)
-        self.own = owned_microbatches(len(bounds), shares, rank)
+        self.own = owned_microbatches(len(bounds), ranks, rank)
         self.own_bounds = bounds[self.own.start : self.own.stop]
         self.microbatches = [[(number, *bounds[number])] for number in self.own]
         self.by_rank = bounds
-        if rank_count(shares) < len(bounds):
-            self.by_rank = _by_rank(bounds, shares)
+        if ranks < len(bounds):
+            self.by_rank = _by_rank(bounds, ranks)
 
 
-def _by_rank(bounds: Sequence[tuple[int, int]], shares: Shares) -> list[tuple[int, int]]:
+def _by_rank(bounds: Sequence[tuple[int, int]], ranks: int) -> list[tuple[int, int]]:
     spans = []
-    for rank in range(rank_count(shares)):
-        owned = owned_microbatches(len(bounds), shares, rank)
+    for rank in range(ranks):
+        owned = owned_microbatches(len(bounds), ranks, rank)
         span = (0, 0)
         if owned:
             span = (bounds[owned[0]][0], bounds[owned[-1]][1])
@@ -202,15 +201,15 @@ def _by_rank(bounds: Sequence[tuple[int, int]], shares: Shares) -> list[tuple[in
     return spans
 
 
-def rank_bounds(rows: int, microbatches: int, shares: Shares) -> list[tuple[int, int]]:
+def rank_bounds(rows: int, microbatches: int, ranks: int) -> list[tuple[int, int]]:
     """Return the own rows of each rank, `[start, stop)`: those of its microbatches.
 
     Args:
         rows: rows of the batch.
         microbatches: its slices.
-        shares: number of ranks, or their shares of the slices.
+        ranks: number of ranks.
     """
-    return _by_rank(microbatch_bounds(rows, microbatches), shares)
+    return _by_rank(microbatch_bounds(rows, microbatches), ranks)
 
 
 def require_microbatches(microbatches: int | None, size: int) -> None:

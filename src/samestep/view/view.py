@@ -424,7 +424,7 @@ class ViewOfBatches:
             return None
         if self._microbatches is None:
             self._microbatches = min(rows, MOST_MICROBATCHES)
-        bounds = rank_bounds(rows, self._microbatches, self._view.ranks.shares)
+        bounds = rank_bounds(rows, self._microbatches, self.size)
         if any(start == stop for start, stop in bounds):
             return None
         return bounds

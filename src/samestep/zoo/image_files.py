@@ -27,7 +27,7 @@ from samestep.distributed.env import cache_folder
 from samestep.errors import RunError, SamestepError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.options import import_optional, unusable
-from samestep.zoo.sample_cache import CachedSample, Key, SampleCache, cache_name, file_key
+from samestep.zoo.sample_cache import CachedSample, SampleCache, cache_name, file_key
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif"),
@@ -453,11 +453,10 @@ class _CachedScales:
 
 
 def _tensor(sample: CachedSample) -> torch.Tensor:
-    pixels = torch.frombuffer(sample.data, dtype=torch.uint8)
-    return pixels.view(sample.height, sample.width, _CHANNELS).permute(2, 0, 1)
+    return sample.data.view(sample.height, sample.width, _CHANNELS).permute(2, 0, 1)
 
 
-def _add_pixels(cache: SampleCache, key: Key, pixels: torch.Tensor) -> None:
+def _add_pixels(cache: SampleCache, key: str, pixels: torch.Tensor) -> None:
     array = pixels.permute(1, 2, 0).contiguous().numpy()
     cache.add(key, array.data.cast("B"), *array.shape[:2])
 

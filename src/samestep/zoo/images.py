@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from samestep.data.sample_files import SampleFiles, by_suffix, files_below, fingerprint_of
-from samestep.data.stream_formats import ArrowFiles, ParquetFiles, TarFiles
+from samestep.data.stream_formats import ParquetFiles, TarFiles
 from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, ImageSource, ReadImage, open_cache
@@ -29,7 +29,7 @@ from samestep.zoo.options import (
 from samestep.zoo.splits import ConvertedSource, Splits, Task, top_classes, train_validation_split
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
-Format = Literal["webdataset", "parquet", "arrow"]
+Format = Literal["webdataset", "parquet"]
 
 
 class Sample(NamedTuple):
@@ -357,7 +357,7 @@ def load_stream_images(
     transforms = image_transforms(options, load_stream_images)
     require_count("window", window, 1, DEFAULT_WINDOW)
     formats = get_args(Format)
-    require_option("format", format, format in formats, "webdataset, parquet or arrow", "parquet")
+    require_option("format", format, format in formats, "webdataset or parquet", "parquet")
     columns = (image_column, label_column)
     if isinstance(classes, int):
         classes = [str(number) for number in range(classes)]
@@ -368,7 +368,7 @@ def load_stream_images(
         if format == "webdataset":
             files = TarFiles(address)
         else:
-            files = {"parquet": ParquetFiles, "arrow": ArrowFiles}[format](address, columns)
+            files = ParquetFiles(address, columns)
         sample = _StreamSample(columns, transforms.reader(), ClassLabels(names), transform)
         return ConvertedSource(files, sample)
 

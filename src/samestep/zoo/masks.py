@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from samestep.config.exclusions import excluded
 from samestep.data.sample_files import by_suffix, files_below
 from samestep.distributed.world import World, all_gather
 from samestep.errors import DataError, RecipeError
-from samestep.zoo.image_files import file_errors, open_image
+from samestep.zoo.image_files import IMAGE_SUFFIXES, file_errors, open_image
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.options import require_path
 from samestep.zoo.splits import Splits, train_validation_split
@@ -35,7 +34,7 @@ _MAX_LISTED = 10  # files without a partner in an error
 
 
 class Pair(NamedTuple):
-    """Image or volume with its mask."""
+    """Image with its mask."""
 
     name: str  # path below the folder without suffix, with `/` as separator
     image: Path
@@ -43,32 +42,27 @@ class Pair(NamedTuple):
 
 
 def split_pairs(
-    suffixes: Sequence[str],
-    path: str,
-    evaluation_path: str | None,
-    evaluation_fraction: float,
-    mask_suffix: str,
+    path: str, evaluation_path: str | None, evaluation_fraction: float, mask_suffix: str
 ) -> tuple[list[Pair], list[Pair]]:
     """Return the training pairs and the validation pairs, both sorted by name.
 
-    The arguments are options of `docs/guides/segmentation.md`, after the suffixes of the files; a
-    suffix that ends in another one stands before that one.
+    The arguments are options of `docs/guides/segmentation.md`.
 
     Raises:
         DataError: a folder is missing, there are too few pairs for a split, or a file has no
             partner.
     """
-    pairs = _find_pairs(Path(path), suffixes, mask_suffix)
+    pairs = _find_pairs(Path(path), mask_suffix)
     if evaluation_path is not None:
-        return pairs, _find_pairs(Path(evaluation_path), suffixes, mask_suffix)
+        return pairs, _find_pairs(Path(evaluation_path), mask_suffix)
     parts = train_validation_split([pair.name for pair in pairs], evaluation_fraction, unit="pair")
     train, validation = ([pairs[index] for index in indices] for indices in parts)
     return train, validation
 
 
-def _find_pairs(root: Path, suffixes: Sequence[str], mask_suffix: str) -> list[Pair]:
-    images = _by_name(root / "images", suffixes, "")
-    masks = _by_name(root / "masks", suffixes, mask_suffix)
+def _find_pairs(root: Path, mask_suffix: str) -> list[Pair]:
+    images = _by_name(root / "images", "")
+    masks = _by_name(root / "masks", mask_suffix)
     alone = [images[name] for name in sorted(images.keys() - masks.keys())]
     alone += [masks[name] for name in sorted(masks.keys() - images.keys())]
     if alone or not images:
@@ -76,7 +70,7 @@ def _find_pairs(root: Path, suffixes: Sequence[str], mask_suffix: str) -> list[P
         raise DataError(
             f"{root} has {len(images)} images and {len(masks)} masks, {len(alone)} without a "
             f"partner: {listed}",
-            expected=f"images and masks of the same name that end in {', '.join(suffixes)}",
+            expected=f"images and masks of the same name that end in {', '.join(IMAGE_SUFFIXES)}",
             fix="add, rename or remove files; data.options.mask_suffix=_mask for cat.jpg and "
             "cat_mask.png",
             code="E_MASK",
@@ -84,12 +78,11 @@ def _find_pairs(root: Path, suffixes: Sequence[str], mask_suffix: str) -> list[P
     return [Pair(name, images[name], masks[name]) for name in sorted(images)]
 
 
-def _by_name(folder: Path, suffixes: Sequence[str], mask_suffix: str) -> dict[str, Path]:
+def _by_name(folder: Path, mask_suffix: str) -> dict[str, Path]:
     require_path(folder, "folder", "data.options.path has the folders images and masks")
     files: dict[str, Path] = {}
-    for path in by_suffix(files_below(folder), suffixes):
-        suffix = next(suffix for suffix in suffixes if path.name.lower().endswith(suffix))
-        name = path.relative_to(folder).as_posix()[: -len(suffix)].removesuffix(mask_suffix)
+    for path in by_suffix(files_below(folder), IMAGE_SUFFIXES):
+        name = path.relative_to(folder).with_suffix("").as_posix().removesuffix(mask_suffix)
         if name in files:
             raise DataError(
                 f"{files[name]} and {path} have the same name",

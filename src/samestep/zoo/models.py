@@ -8,7 +8,6 @@ backward on GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -277,7 +276,6 @@ class UNet(nn.Module):
 
     Args:
         num_classes: output channels.
-        dimensions: 2 for images, 3 for volumes.
         in_channels: input channels.
         width: channels at full resolution; doubled at each level.
         levels: number of halvings of the resolution.
@@ -288,33 +286,30 @@ class UNet(nn.Module):
         self,
         num_classes: int = 1,
         *,
-        dimensions: int = 2,
         in_channels: int = 3,
         width: int = 16,
         levels: int = 3,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if dimensions not in (2, 3) or levels < 1 or width < 1:
-            raise ValueError("dimensions is not 2 or 3, levels or width is less than 1")
+        if levels < 1 or width < 1:
+            raise ValueError("levels or width is less than 1")
         widths = [width * 2**level for level in range(levels + 1)]
-        self.stem = _double_convolution(dimensions, in_channels, widths[0])
+        self.stem = _double_convolution(in_channels, widths[0])
         self.down = nn.ModuleList(
-            _double_convolution(dimensions, before, after, stride=2)
-            for before, after in pairwise(widths)
+            _double_convolution(before, after, stride=2) for before, after in pairwise(widths)
         )
-        self.dropout = _layer("Dropout", dimensions)(dropout)
+        self.dropout = nn.Dropout2d(dropout)
         pairs = list(pairwise(widths[::-1]))
-        up_convolution = _layer("ConvTranspose", dimensions)
-        self.up = nn.ModuleList(up_convolution(below, above, 2, stride=2) for below, above in pairs)
-        self.joined = nn.ModuleList(
-            _double_convolution(dimensions, 2 * above, above) for _, above in pairs
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(below, above, 2, stride=2) for below, above in pairs
         )
-        self.head = _layer("Conv", dimensions)(widths[0], num_classes, 1)
+        self.joined = nn.ModuleList(_double_convolution(2 * above, above) for _, above in pairs)
+        self.head = nn.Conv2d(widths[0], num_classes, 1)
         self._step = 2**levels
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits `(N, num_classes, ...)` of inputs `(N, in_channels, ...)`."""
+        """Return logits `(N, num_classes, H, W)` of inputs `(N, in_channels, H, W)`."""
         sides = images.shape[2:]
         # Batch norm of one sample needs at least two positions per channel at the lowest level.
         padded = [max(2, -(-side // self._step)) * self._step for side in sides]
@@ -328,26 +323,15 @@ class UNet(nn.Module):
         for up, joined in zip(self.up, self.joined, strict=True):
             lowest = joined(torch.cat([up(lowest), features.pop()], dim=1))
         logits: torch.Tensor = self.head(lowest)
-        return logits[(slice(None), slice(None), *(slice(side) for side in sides))]
+        return logits[:, :, : sides[0], : sides[1]]
 
 
-unet_small = partial(UNet, dimensions=2)
-unet_3d = partial(UNet, dimensions=3, in_channels=1)
-
-
-def _double_convolution(dimensions: int, before: int, after: int, stride: int = 1) -> nn.Sequential:
-    convolution = _layer("Conv", dimensions)
-    norm = _layer("BatchNorm", dimensions)
+def _double_convolution(before: int, after: int, stride: int = 1) -> nn.Sequential:
     layers: list[nn.Module] = []
     for inputs, step in ((before, stride), (after, 1)):
         layers += [
-            convolution(inputs, after, 3, stride=step, padding=1, bias=False),
-            norm(after),
+            nn.Conv2d(inputs, after, 3, stride=step, padding=1, bias=False),
+            nn.BatchNorm2d(after),
             nn.ReLU(),
         ]
     return nn.Sequential(*layers)
-
-
-def _layer(kind: str, dimensions: int) -> Callable[..., nn.Module]:
-    layer: Callable[..., nn.Module] = getattr(nn, f"{kind}{dimensions}d")
-    return layer

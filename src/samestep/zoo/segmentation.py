@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from samestep.data.sample_files import fingerprint_of
 from samestep.metrics.overlays import areas, blended, class_map
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.image_files import IMAGE_SUFFIXES, ImageSource, as_image, open_cache, read_image
+from samestep.zoo.image_files import ImageSource, as_image, open_cache, read_image
 from samestep.zoo.image_transforms import MEAN, STD
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
@@ -173,9 +173,7 @@ def load_segmentation(
     values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
     code = validated(MaskCode, values)
     transforms = validated(MaskTransforms, options, loader=load_segmentation)
-    pairs, evaluation_pairs = split_pairs(
-        IMAGE_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix
-    )
+    pairs, evaluation_pairs = split_pairs(path, evaluation_path, evaluation_fraction, mask_suffix)
     images = [pair.image for pair in (*pairs, *evaluation_pairs)]
     source = ImageSource()
     train = MaskedImages(pairs, source, code, transforms.train())

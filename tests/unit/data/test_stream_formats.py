@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from samestep.data.sample_files import SampleFiles
-from samestep.data.stream_formats import ArrowFiles, ParquetFiles, TarFiles, TokenFiles
+from samestep.data.stream_formats import ParquetFiles, TarFiles, TokenFiles
 from samestep.errors import DataError, RecipeError, RunError
 
 WEBDATASET = Path(__file__).with_name("webdataset")  # written by webdataset 1.0.2
@@ -46,18 +46,12 @@ def row(i: int) -> dict[str, Any]:
     return {"number": i, "text": f"text ä {i}", "list": list(range(i))}
 
 
-def tables(folder: Path, kind: str) -> None:
-    """Write rows to files of 4, 4 and 2 rows, in groups or batches of 3."""
+def tables(folder: Path) -> None:
+    """Write rows to files of 4, 4 and 2 rows, in groups of 3."""
     folder.mkdir()
     for number, begin in enumerate(range(0, COUNT, 4)):
         table = pyarrow.Table.from_pylist([row(i) for i in range(begin, min(begin + 4, COUNT))])
-        path = str(folder / f"part-{number}.{kind}")
-        if kind == "parquet":
-            pyarrow.parquet.write_table(table, path, row_group_size=3)
-        else:
-            writer = pyarrow.ipc.new_stream if number else pyarrow.ipc.new_file  # both kinds of Arrow files
-            with pyarrow.OSFile(path, "wb") as file, writer(file, table.schema) as opened:
-                opened.write_table(table, max_chunksize=3)
+        pyarrow.parquet.write_table(table, str(folder / f"part-{number}.parquet"), row_group_size=3)
 
 
 def tokens(folder: Path) -> None:
@@ -78,13 +72,11 @@ def token_row(i: int) -> torch.Tensor:
 OPEN: dict[str, Callable[[str], SampleFiles]] = {
     "webdataset": TarFiles,
     "parquet": ParquetFiles,
-    "arrow": ArrowFiles,
     "tokens": token_files,
 }
 EXPECTED: dict[str, tuple[int, Callable[[int], Any]]] = {
     "webdataset": (COUNT, webdataset_sample),
     "parquet": (COUNT, row),
-    "arrow": (COUNT, row),
     "tokens": (6, token_row),
 }
 
@@ -95,7 +87,7 @@ def write(name: str, folder: Path) -> None:
     elif name == "webdataset":
         shutil.copytree(WEBDATASET, folder)
     else:
-        tables(folder, name)
+        tables(folder)
 
 
 def opened(name: str, tmp_path: Path) -> SampleFiles:
@@ -138,7 +130,7 @@ def test_samples_are_those_that_were_written(name: str, prefix: str, tmp_path: P
         files.close()
 
 
-@pytest.mark.parametrize("name", ["parquet", "arrow", "tokens"])
+@pytest.mark.parametrize("name", ["parquet", "tokens"])
 def test_files_in_the_cache_of_fsspec(name: str, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fsspec.config.conf, "filecache", {"cache_storage": str(tmp_path / "cache")})
     write(name, tmp_path / name)
@@ -162,15 +154,13 @@ def test_tokens_with_the_header_of_llm_c(tmp_path: Path) -> None:
         TokenFiles(str(tmp_path), length=4, dtype="uint16", header="llm.c")
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_columns_of_tables(kind: str, tmp_path: Path) -> None:
-    tables(tmp_path / kind, kind)
-    files = ParquetFiles if kind == "parquet" else ArrowFiles
-    source = files(str(tmp_path / kind), columns=["number"])
+def test_columns_of_parquet(tmp_path: Path) -> None:
+    tables(tmp_path / "rows")
+    source = ParquetFiles(str(tmp_path / "rows"), columns=["number"])
     assert source.read(1, 2) == {"number": 6}
     source.close()
     with refused("E_UNKNOWN_NAME", "part-0", "numbre"):
-        files(str(tmp_path / kind), columns=["number", "numbre"])
+        ParquetFiles(str(tmp_path / "rows"), columns=["number", "numbre"])
 
 
 def test_nested_columns_of_parquet(tmp_path: Path) -> None:
@@ -186,24 +176,6 @@ def test_tables_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RecipeError, match="pyarrow") as error:
         ParquetFiles(str(tmp_path))
     assert error.value.code == "E_NOT_INSTALLED"
-
-
-@pytest.mark.slow
-def test_files_of_hugging_face_datasets(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches of `map` and `shuffle` beside the files are no samples."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread
-    folder = tmp_path / "saved" / "train"
-    datasets.Dataset.from_list([row(i) for i in range(COUNT)]).save_to_disk(folder, num_shards=2)
-    saved = datasets.load_from_disk(folder)
-    saved.map(lambda values: {"number": values["number"] * 10})
-    saved.shuffle(seed=0)
-    assert len(list(folder.glob("cache-*.arrow"))) == 2
-    memory.put(str(tmp_path / "saved"), "/hugging", recursive=True)
-    for address in (str(folder), str(tmp_path / "saved"), "memory://hugging", "memory://hugging/train"):
-        source = ArrowFiles(address)
-        assert [source.read(file, i) for file in range(2) for i in range(5)] == [row(i) for i in range(COUNT)]
-        source.close()
 
 
 # --- faults ------------------------------------------------------------------------------------------------

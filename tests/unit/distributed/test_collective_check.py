@@ -1,20 +1,12 @@
-"""Ranks that wait in different operations, intercepted collectives, and call sites."""
+"""Ranks that wait in different operations, and call sites."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from samestep.distributed import collective_check
-from samestep.distributed.collective_check import (
-    OperationMonitor,
-    PendingOperation,
-    call_site,
-    intercept_collectives,
-)
-from samestep.distributed.world import World
+from samestep.distributed.collective_check import OperationMonitor, PendingOperation, call_site
 
 Monitors = list[OperationMonitor]
 
@@ -58,54 +50,7 @@ def test_ranks_in_one_operation_or_in_none_do_not_differ(monitors: Monitors) -> 
     assert differences(monitors, seconds=2.5) == [None, None, None]
 
 
-Calls = list[bool]
-
-
-@pytest.fixture
-def calls(alone: World) -> Iterator[Calls]:
-    calls: Calls = []
-    restore = intercept_collectives(lambda: True, calls.append)
-    yield calls
-    restore()
-
-
-def test_collectives_of_all_ranks_are_intercepted(calls: Calls, alone: World) -> None:
-    dist.all_reduce(torch.ones(3), group=dist.new_group([0]))
-    dist.all_reduce(torch.ones(3), group=dist.group.WORLD)
-    alone.barrier()
-    assert calls == [True, True]
-
-
-def test_functions_are_restored(alone: World) -> None:
-    originals = {name: getattr(dist, name) for name in collective_check._COLLECTIVES}
-    calls: Calls = []
-    restore = intercept_collectives(lambda: False, calls.append)
-    assert all(getattr(dist, name) is not function for name, function in originals.items())
-    dist.barrier()
-    restore()
-    dist.barrier()
-    assert calls == []
-    assert all(getattr(dist, name) is function for name, function in originals.items())
-
-
 def test_call_site_is_a_line_of_this_file() -> None:
     file, _, line = call_site().rpartition(":")
     assert file.endswith("test_collective_check.py")
     assert int(line) > 1
-
-
-def test_returned_function_is_called_at_the_end(alone: World) -> None:
-    events: list[str] = []
-
-    def on_collective(is_blocking: bool) -> Callable[[], None]:
-        events.append("begin")
-        return lambda: events.append("end")
-
-    restore = intercept_collectives(lambda: True, on_collective)
-    try:
-        dist.barrier()
-        with pytest.raises(RuntimeError, match="root"):
-            dist.broadcast(torch.ones(1), 7)
-    finally:
-        restore()
-    assert events == ["begin", "end", "begin", "end"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import samestep
 from helpers.forked_ranks import Job, run_jobs
 from samestep.distributed.world import World
-from samestep.microbatches import Shares, owned_microbatches, rank_count
+from samestep.microbatches import owned_microbatches
 from samestep.reduce.exact import ExactReduction, MicrobatchTree
 from samestep.reduce.fast import Node
 
@@ -76,12 +76,10 @@ def trees(draw: st.DrawFn) -> MicrobatchTree:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[MicrobatchTree, Shares]:
-    """Return a tree, and equal or unequal shares of at most as many ranks as microbatches."""
+def worlds(draw: st.DrawFn) -> tuple[MicrobatchTree, int]:
+    """Return a tree, and a number of at most as many ranks as microbatches."""
     tree = draw(trees())
-    size = draw(st.integers(1, tree.microbatches))
-    unequal = st.lists(st.integers(1, 5), min_size=size, max_size=size).map(tuple)
-    return tree, draw(st.one_of(st.just(size), unequal))
+    return tree, draw(st.integers(1, tree.microbatches))
 
 
 def leaves(microbatches: Iterable[int]) -> dict[Node, Sum]:
@@ -101,24 +99,24 @@ def test_the_tree_over_five_microbatches() -> None:
 
 
 @given(worlds())
-def test_covers_partition_the_microbatches(world: tuple[MicrobatchTree, Shares]) -> None:
-    tree, shares = world
+def test_covers_partition_the_microbatches(world: tuple[MicrobatchTree, int]) -> None:
+    tree, ranks = world
     covered = []
-    for rank in range(rank_count(shares)):
-        owned = owned_microbatches(tree.microbatches, shares, rank)
-        for lo, hi in tree.cover(rank, shares):
+    for rank in range(ranks):
+        owned = owned_microbatches(tree.microbatches, ranks, rank)
+        for lo, hi in tree.cover(rank, ranks):
             assert owned.start <= lo < hi <= owned.stop
             covered += range(lo, hi)
     assert covered == list(range(tree.microbatches))
 
 
 @given(worlds())
-def test_the_sum_does_not_depend_on_the_ranks(world: tuple[MicrobatchTree, Shares]) -> None:
-    tree, shares = world
+def test_the_sum_does_not_depend_on_the_ranks(world: tuple[MicrobatchTree, int]) -> None:
+    tree, ranks = world
     sums: dict[Node, Sum] = {}
-    for rank in range(rank_count(shares)):
-        owned = leaves(owned_microbatches(tree.microbatches, shares, rank))
-        for node in tree.cover(rank, shares):
+    for rank in range(ranks):
+        owned = leaves(owned_microbatches(tree.microbatches, ranks, rank))
+        for node in tree.cover(rank, ranks):
             merged = tree.merge(node, owned, add)
             assert list(merged) == [node]
             sums |= merged
@@ -126,33 +124,33 @@ def test_the_sum_does_not_depend_on_the_ranks(world: tuple[MicrobatchTree, Share
 
 
 @given(worlds())
-def test_early_addition_gives_the_same_sum(world: tuple[MicrobatchTree, Shares]) -> None:
-    tree, shares = world
+def test_early_addition_gives_the_same_sum(world: tuple[MicrobatchTree, int]) -> None:
+    tree, ranks = world
     sums: dict[Node, Sum] = {}
-    for rank in range(rank_count(shares)):
-        sums |= add_early(tree, rank, shares, lambda sums: None)
+    for rank in range(ranks):
+        sums |= add_early(tree, rank, ranks, lambda sums: None)
     assert tree.sum(sums, add) == reference(tree)
 
 
 @given(worlds())
-def test_early_addition_stores_one_sum_per_level(world: tuple[MicrobatchTree, Shares]) -> None:
-    tree, shares = world
+def test_early_addition_stores_one_sum_per_level(world: tuple[MicrobatchTree, int]) -> None:
+    tree, ranks = world
     levels = tree.microbatches.bit_length() + 1
-    for rank in range(rank_count(shares)):
-        cover = len(tree.cover(rank, shares))
+    for rank in range(ranks):
+        cover = len(tree.cover(rank, ranks))
         counts: list[int] = []
-        add_early(tree, rank, shares, lambda sums, counts=counts: counts.append(len(sums)))
+        add_early(tree, rank, ranks, lambda sums, counts=counts: counts.append(len(sums)))
         assert max(counts, default=0) <= cover + levels
 
 
 def add_early(
-    tree: MicrobatchTree, rank: int, shares: Shares, inspect: Callable[[dict[Node, Sum]], None]
+    tree: MicrobatchTree, rank: int, ranks: int, inspect: Callable[[dict[Node, Sum]], None]
 ) -> dict[Node, Sum]:
     """Return the sums of a rank that adds each microbatch to available sums at once."""
     sums: dict[Node, Sum] = {}
-    for leaf, value in leaves(owned_microbatches(tree.microbatches, shares, rank)).items():
+    for leaf, value in leaves(owned_microbatches(tree.microbatches, ranks, rank)).items():
         sums[leaf] = value
-        sums = {node: total for top in tree.cover(rank, shares) for node, total in tree.merge(top, sums, add).items()}
+        sums = {node: total for top in tree.cover(rank, ranks) for node, total in tree.merge(top, sums, add).items()}
         inspect(sums)
     return sums
 
@@ -211,7 +209,7 @@ def differences(world: World, microbatches: int) -> list[str]:
     """Return the lengths and dtypes for which this rank has other bits than one process, or changes another tensor."""
     found = []
     exact = ExactReduction(world, microbatches)
-    own = owned_microbatches(microbatches, world.shares, world.rank)
+    own = owned_microbatches(microbatches, world.size, world.rank)
     for length, dtype in CASES:
         own_leaves: dict[Node, torch.Tensor] = {(n, n + 1): values(n, length, dtype) for n in own}
         expected = tensor_in_tree(range(microbatches), length, dtype)

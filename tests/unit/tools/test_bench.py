@@ -18,7 +18,6 @@ from samestep.tools.bench import (
     Spread,
     Timing,
     Trained,
-    compare_workers,
     comparison_data,
     contenders,
     first_metric,
@@ -127,16 +126,6 @@ def test_comparison_is_printed_and_plain_data() -> None:
     headers = [str(column.header) for column in table(data["ways"]).columns]
     assert headers[:3] == ["devices", "variant", "samples/s"]
     assert headers[-1] == "accuracy"
-
-
-def test_fewest_workers_of_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
-    rounds = [[Timing(1 / speed, 0.5, speed) for speed in speeds] for speeds in ([10, 20, 39, 40], [5, 12, 20, 20])]
-    monkeypatch.setattr(Plan, "run", lambda *arguments, **options: rounds)
-    plan = Plan(rounds=2, steps=5, epochs=0, options=RunOptions(), preload=())
-    data = compare_workers(recipe, [0, 2, 4, 8], [1], plan, lambda text: None)
-    assert data["fastest"] == [{"devices": 1, "workers": 4}]
-    speed_ups = [row["speed_up"]["median"] for row in data["workers"]]
-    assert speed_ups == pytest.approx([1, 2.2, 3.95, 4])
 
 
 def test_data_parallel_trains_the_parameters_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

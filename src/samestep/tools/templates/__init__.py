@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from functools import partial
 from pathlib import Path
 
 from samestep.units import format_bytes, format_percent, format_time
@@ -21,7 +19,6 @@ def render(template: str, **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    to_json = partial(json.dumps, ensure_ascii=False)
-    environment.filters.update(quote=shlex.quote, join_shell=shlex.join, json=to_json)
+    environment.filters.update(quote=shlex.quote, join_shell=shlex.join)
     environment.filters.update(bytes=format_bytes, percent=format_percent, time=format_time)
     return environment.get_template(f"{template}.jinja").render(values) + "\n"
