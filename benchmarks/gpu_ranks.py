@@ -135,7 +135,7 @@ def tests(device: str) -> Outcome:
     options = ["-v", "--tb", "short", "--durations", "10", "-p", "no:cacheprovider", "-m", "gpu", "-n", str(workers)]
     options += ["-W", "default"]  # other versions of torch have other warnings
     # Not all tests: modules of others need packages that the machine may lack.
-    files = ["tests/gpu", "tests/unit/data/test_batch.py", "tests/unit/checkpoint/test_writer.py"]
+    files = ["tests/gpu", "tests/unit/data/test_batch.py", "tests/unit/checkpoint/test_background_writer.py"]
     command, lines = [sys.executable, "-m", "pytest", *options, *files], []
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:
         assert done.stdout is not None

@@ -182,7 +182,7 @@ def switch_off_checks() -> None:
     Calls follow that are all of one kind, which is divided by now.
     """
     from samestep.view.divided import DividedCall
-    from samestep.view.in_step import InStep
+    from samestep.view.rank_comparison import InStep
 
     compute_own: Any = DividedCall._run
     last: list[Any] = []

@@ -19,10 +19,10 @@ import torch
 from machine import Spread, describe_machine, machine_line, markdown_table, save
 from torch import nn
 
+from samestep.checkpoint.background_writer import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import Training, snapshot
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.checkpoint.writer import AsyncCheckpointWriter, SavedCheckpoint
 
 WIDTH = 1024
 STALL, PLAIN, SYNCED = "stall of the writer", "torch.save", "torch.save and fsync"

@@ -45,7 +45,7 @@ def run(script: Path, folder: Path, *, is_unchanged: bool) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from samestep.launcher.job import rank_and_size
+    from samestep.launcher.process_state import rank_and_size
     from samestep.launcher.worker import run_script
     from samestep.script.unchanged import unchanged
     from samestep.view.view import View

@@ -19,7 +19,7 @@ def entry() -> int:
     # signals with the default action.
     before = signal.signal(signal.SIGINT, end)
     signal.signal(signal.SIGTERM, end)
-    from samestep.distributed.streams import open_standard_descriptors, protect_output
+    from samestep.distributed.standard_streams import open_standard_descriptors, protect_output
 
     open_standard_descriptors()
     # The summary on standard output waits for its reader: the run is complete by then.

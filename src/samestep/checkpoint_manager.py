@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.checkpoint.background_writer import SavedCheckpoint
 from samestep.checkpoint.checksum import checksum
 from samestep.checkpoint.contents import SavedState, Training
 from samestep.checkpoint.encoding import (
@@ -32,7 +33,6 @@ from samestep.checkpoint.encoding import (
 from samestep.checkpoint.files import FolderLock
 from samestep.checkpoint.loop import LoopCheckpoints, prefix
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.checkpoint.writer import SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epochs
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
@@ -40,7 +40,7 @@ from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.world import Session, World, all_gather
 from samestep.errors import InputError, RankMismatchError
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.metrics.metrics import BestRule, Mode
 from samestep.session import init, stopped_by_signals
 from samestep.strategies.divided_parameters import divided_parameters, is_divided, split_of

@@ -19,8 +19,8 @@ from samestep.config import Reduction, StrategyConfig
 from samestep.config.exclusions import excluded, require_compatible
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.launcher.job import process_state
 from samestep.launcher.process_group import SessionOptions
+from samestep.launcher.process_state import process_state
 from samestep.session import init
 from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.replicated import Replicated

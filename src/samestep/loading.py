@@ -14,7 +14,7 @@ from samestep.distributed.collective_check import script_line
 from samestep.distributed.env import read_rendezvous
 from samestep.errors import InputError
 from samestep.global_view import joined_view
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.view.view import ViewOfBatches
 
 _LOADER_DEFAULTS: dict[str, Any] = {

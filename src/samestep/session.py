@@ -31,8 +31,8 @@ from samestep.distributed.devices import deterministic_kernels, device_clock
 from samestep.distributed.env import hide_ranks
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import STOP_SIGNALS, StoppedLoop, StopRequest
+from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import RankStatus, local_rank_status
-from samestep.distributed.streams import report_line
 from samestep.distributed.torch_errors import fix_lines
 from samestep.distributed.world import (
     Session,
@@ -44,7 +44,6 @@ from samestep.distributed.world import (
 )
 from samestep.errors import EXIT_FAILED, InputError, RunError, SamestepError
 from samestep.launcher.failure import Failure
-from samestep.launcher.job import Job, process_state
 from samestep.launcher.process_group import (
     Membership,
     SessionOptions,
@@ -54,6 +53,7 @@ from samestep.launcher.process_group import (
     place_of,
     set_threads,
 )
+from samestep.launcher.process_state import Job, process_state
 from samestep.launcher.rendezvous import report_failure
 from samestep.launcher.worker import end_loader_workers, exit_process
 

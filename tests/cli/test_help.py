@@ -11,7 +11,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from samestep.cli.commands import COMMANDS, help_text, recipe_summaries
-from samestep.cli.launch import LaunchOptions
+from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.main import main
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DONE, EXIT_INPUT

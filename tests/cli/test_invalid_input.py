@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.permissions import without_access
 from helpers.system import events, here, samestep, state_of, tree, weights
-from samestep.cli import launch
+from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.data.order import global_order
 from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
@@ -71,16 +71,16 @@ def test_invalid_number_of_processes_is_an_error(refused: Refused, processes: st
 
 
 def test_more_processes_than_devices_is_an_error(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "gpu_names", lambda: ["GPU"] * 4)
+    monkeypatch.setattr(launch_options, "gpu_names", lambda: ["GPU"] * 4)
     err = refused("train", "digits", "--devices", "0,2", "--processes", 3)
     assert "--processes 3 with --devices 0,2 [E_PROCESSES]" in err.splitlines()[0]
 
 
 @pytest.mark.parametrize("sharing", ["1", "nccl"])
 def test_more_processes_than_devices_may_share(sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "gpu_names", lambda: ["GPU"] * 4)
+    monkeypatch.setattr(launch_options, "gpu_names", lambda: ["GPU"] * 4)
     monkeypatch.setenv("SAMESTEP_SHARE_GPU", sharing)
-    assert launch.LaunchOptions(devices="0,2", processes="3").process_range() == (3, 3)
+    assert launch_options.LaunchOptions(devices="0,2", processes="3").process_range() == (3, 3)
 
 
 @pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "auto:2", "1:9"])
@@ -484,7 +484,7 @@ def test_stopped_export_leaves_no_file(
         (run / "model-13.safetensors").write_bytes(b"half of the model")
         raise StoppedError("stopped before the end of a step")
 
-    monkeypatch.setattr(launch, "run_workers", stop)
+    monkeypatch.setattr(launch_options, "run_workers", stop)
     assert main(["export", str(run)]) == EXIT_STOPPED
     assert tree(run) == before
 

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from helpers.system import flip_bit, here
-from samestep.cli.launch import call_in_worker
+from samestep.cli.launch_options import call_in_worker
 from samestep.cli.run_plans import plan_from_checkpoint
 from samestep.launcher.launch import RankError
 from samestep.recipes.builder import TASKS

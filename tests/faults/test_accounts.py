@@ -135,7 +135,7 @@ def test_names_are_shown_as_they_are(
 def test_terminals_without_unicode(encoding: str, tmp_path: Path, record_fault: RecordFault) -> None:
     """One process prints what a terminal cannot show, by each way."""
     code = (
-        "from samestep.distributed.streams import protect_output; protect_output(stdout_seconds=None)\n"
+        "from samestep.distributed.standard_streams import protect_output; protect_output(stdout_seconds=None)\n"
         "from samestep.distributed.logging import plain_console\nfrom rich.table import Table\n"
         "from samestep.loggers.trackers import ProgressLogger\n"
         "table = Table(); table.add_column('\u03b1'); table.add_row('\u732b [/b]'); plain_console().print(table)\n"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
-from samestep.launcher.job import rank_and_size
+from samestep.launcher.process_state import rank_and_size
 
 
 def main(kind: str, rank: int, step: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from helpers.surroundings import require_bounded
 from helpers.system import IMPORT_PATH, TESTS, Done, Running, events, here, until, weights
-from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
+from samestep.distributed.launcher_variables import LAUNCH_VARIABLES
 
 PORT = 29400  # no other process uses ports of these namespaces
 RECIPE = TESTS / "helpers/recorded.yaml"

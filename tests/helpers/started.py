@@ -14,7 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from helpers.system import COMMAND, IMPORT_PATH, Done
-from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
+from samestep.distributed.launcher_variables import LAUNCH_VARIABLES
 
 Variables = Callable[[int, int], Mapping[str, str]]
 

@@ -353,7 +353,7 @@ def _exit_code(exit_: SystemExit) -> int:
 
 def _summary() -> list[dict[str, Any]]:
     """Return the modules of Samestep's summary, as JSON."""
-    from samestep.launcher.job import process_state
+    from samestep.launcher.process_state import process_state
 
     view = process_state.view
     if view is None:

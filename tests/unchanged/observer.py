@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from samestep.config import StrategyConfig
-from samestep.launcher.job import process_state, rank_and_size
+from samestep.launcher.process_state import process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.script.unchanged import unchanged
 from samestep.strategies.divided_parameters import full_tensor

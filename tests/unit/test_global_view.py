@@ -25,7 +25,7 @@ from helpers.forked_ranks import RankServer
 from helpers.view_checks import difference, error_code, gradients
 from samestep.errors import InputError
 from samestep.global_view import _require_arguments, no_sync, parallel_module
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.view.ranks import require_microbatches
 
 

@@ -22,14 +22,14 @@ from helpers.started import as_srun, as_torchrun, free_port, ranks
 from samestep.config import MeshConfig, StrategyConfig
 from samestep.distributed.devices import ACCELERATOR, kernel_settings
 from samestep.distributed.env import Sharing
-from samestep.distributed.launcher_detection import find_rendezvous
+from samestep.distributed.launcher_variables import find_rendezvous
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.status import local_rank_status
 from samestep.distributed.torch_errors import MEMORY_FIX
 from samestep.errors import EXIT_INPUT, InputError, RankDesyncError
 from samestep.launcher.failure import RankError
-from samestep.launcher.job import Job, process_state
 from samestep.launcher.process_group import SessionOptions, select_devices
+from samestep.launcher.process_state import Job, process_state
 from samestep.session import UncaughtErrors, start
 
 ALONE = """

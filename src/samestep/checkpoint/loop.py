@@ -11,13 +11,17 @@ from typing import Any, Self
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+from samestep.checkpoint.background_writer import (
+    AsyncCheckpointWriter,
+    HostBuffers,
+    SavedCheckpoint,
+)
 from samestep.checkpoint.checksum import Trained
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState, Training
 from samestep.checkpoint.encoding import require_same_names, setting_changes
 from samestep.checkpoint.files import Contents
 from samestep.checkpoint.state import load_all, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder, file_names, manifest_digest
-from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.devices import machine
 from samestep.distributed.world import all_gather

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from samestep.checkpoint.background_writer import HostBuffers, TensorFile, distinct
 from samestep.checkpoint.contents import (
     CompleteModel,
     Progress,
@@ -45,9 +46,8 @@ from samestep.checkpoint.encoding import (
 )
 from samestep.checkpoint.files import Contents, pieces
 from samestep.checkpoint.store import STATE, file_names, read_state, read_states
-from samestep.checkpoint.writer import HostBuffers, TensorFile, distinct
 from samestep.errors import CheckpointError
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"

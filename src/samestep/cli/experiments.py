@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from samestep.checkpoint.files import replacing
 from samestep.cli.commands import PRELOAD
-from samestep.cli.launch import LaunchOptions, LoaderOptions, gpu_names
+from samestep.cli.launch_options import LaunchOptions, LoaderOptions, gpu_names
 from samestep.cli.options import (
     TRUST,
     BatchOptions,

@@ -25,13 +25,13 @@ from samestep.cli.commands import (
     help_text,
     recipe_summaries,
 )
-from samestep.cli.launch import ReportedError, exit_if_rank, reported_by_rank_0
+from samestep.cli.launch_options import ReportedError, exit_if_rank, reported_by_rank_0
 from samestep.cli.options import add_fields, options_of, parse_settings
 from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.distributed.env import read_rendezvous
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.signals import handled_signals
-from samestep.distributed.streams import lost_output, wait_for_reader
+from samestep.distributed.standard_streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
 from samestep.launcher.launch import start_early
 from samestep.launcher.worker import exit_process

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from samestep.cli.launch import LoaderOptions, call_in_worker, run_as_rank
+from samestep.cli.launch_options import LoaderOptions, call_in_worker, run_as_rank
 from samestep.cli.options import (
     TRUST,
     DeviceOption,

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from samestep.cli.launch import FaultOptions
+from samestep.cli.launch_options import FaultOptions
 from samestep.cli.options import (
     argument,
     integer,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from samestep.checkpoint.store import CheckpointFolder, read_state
-from samestep.cli.launch import (
+from samestep.cli.launch_options import (
     FaultOptions,
     LoaderOptions,
     ReportedError,

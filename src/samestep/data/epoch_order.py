@@ -28,7 +28,7 @@ from samestep.data.streams import StreamDataset
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.microbatches import Cursor, require_integer, require_position
 
 # Function of (seed, epoch), or a sampler of torch. Yields indices, or lists of indices as a batch

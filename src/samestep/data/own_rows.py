@@ -43,7 +43,7 @@ from samestep.data.batch_plan import (
     unpack,
 )
 from samestep.data.epoch_order import IndexBatch
-from samestep.data.first_batch import CheckingReader, values_of_samples
+from samestep.data.own_rows_decision import CheckingReader, values_of_samples
 from samestep.data.sample_reader import (
     Decision,
     Guarded,

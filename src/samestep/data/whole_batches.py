@@ -25,7 +25,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.rng import PassedGenerator, passed_generators
 from samestep.distributed.signals import StoppedLoop
 from samestep.errors import InputError
-from samestep.launcher.job import process_state, rank_and_size
+from samestep.launcher.process_state import process_state, rank_and_size
 from samestep.microbatches import Cursor
 
 _MANY = 2**62  # batches of a sampler without a length

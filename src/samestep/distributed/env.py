@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import psutil
 
-from samestep.distributed.launcher_detection import LAUNCH_VARIABLES, Rendezvous, find_rendezvous
+from samestep.distributed.launcher_variables import LAUNCH_VARIABLES, Rendezvous, find_rendezvous
 from samestep.errors import InputError
 
 _TOKEN = "SAMESTEP_TOKEN"

@@ -37,12 +37,12 @@ from samestep.distributed.env import (
 )
 from samestep.distributed.resources import free_loopback_socket, require_machine
 from samestep.distributed.signals import GROUP_SIGNALS
+from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import StatusBoard
-from samestep.distributed.streams import report_line
 from samestep.errors import InputError
 from samestep.launcher.failure import EXIT_UNGUARDED, RankError, StoppedError
-from samestep.launcher.job import WorkerSpec
 from samestep.launcher.pickling import ByName, portable, unpack
+from samestep.launcher.process_state import WorkerSpec
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER, StackFile
 from samestep.launcher.worker_group import RANK_NAME, LaunchConfig, WorkerGroup
 from samestep.units import plural

@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import RankStatus, StatusSnapshot
-from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_FAILED, bounded
 from samestep.launcher.failure import Failure
-from samestep.launcher.job import Job
+from samestep.launcher.process_state import Job
 from samestep.launcher.rendezvous import (
     accepts_connections,
     launcher_has_ended,

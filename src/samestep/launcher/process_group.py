@@ -32,7 +32,7 @@ from samestep.distributed.env import (
     read_environment,
     read_rendezvous,
 )
-from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.launcher_variables import Rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.resources import (
     keep_freed_memory,
@@ -41,8 +41,8 @@ from samestep.distributed.resources import (
 )
 from samestep.distributed.status import RankStatus
 from samestep.errors import InputError
-from samestep.launcher.job import Job, process_state
 from samestep.launcher.peer_watchdog import PeerWatchdog
+from samestep.launcher.process_state import Job, process_state
 from samestep.launcher.rendezvous import TIMEOUT, join_job, join_launch
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
 

@@ -25,12 +25,12 @@ import psutil
 import torch.distributed as dist
 
 from samestep.distributed.env import environment_of, prepare_torch_environment, read_environment
-from samestep.distributed.launcher_detection import Rendezvous, is_loopback
+from samestep.distributed.launcher_variables import Rendezvous, is_loopback
+from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import ranks_text
-from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_FAILED, InputError, RunError
 from samestep.launcher.failure import Failure
-from samestep.launcher.job import Job, WorkerSpec, process_state
+from samestep.launcher.process_state import Job, WorkerSpec, process_state
 from samestep.launcher.watchdog import HANG_AFTER
 
 TIMEOUT = timedelta(seconds=HANG_AFTER)

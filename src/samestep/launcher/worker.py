@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 from samestep.distributed.disk_operations import regular_file
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
 from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, die_with_parent
-from samestep.distributed.streams import STALL_SECONDS, protect_output
+from samestep.distributed.standard_streams import STALL_SECONDS, protect_output
 from samestep.errors import InputError, message_of
 from samestep.launcher.failure import Failure
-from samestep.launcher.job import WorkerSpec, process_state
 from samestep.launcher.pickling import pack
+from samestep.launcher.process_state import WorkerSpec, process_state
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS
 
 # Time that a rank waits for the reader of its standard output, such as the next program of a

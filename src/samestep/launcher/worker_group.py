@@ -20,11 +20,11 @@ from samestep.distributed.signals import (
     open_terminals,
     redirect_to_null,
 )
+from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import StatusBoard
-from samestep.distributed.streams import report_line
 from samestep.errors import RunMovedError
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
-from samestep.launcher.job import WorkerSpec
+from samestep.launcher.process_state import WorkerSpec
 from samestep.launcher.watchdog import (
     Hang,
     RankState,

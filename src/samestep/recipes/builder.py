@@ -36,7 +36,7 @@ from samestep.distributed.rng import derive_seed, preserved_generators, seed_gen
 from samestep.distributed.world import World
 from samestep.errors import RecipeError, class_name
 from samestep.global_view import parallel, world_of_process
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.loading import loader
 from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, build_metrics
 from samestep.recipes.driver import Driver

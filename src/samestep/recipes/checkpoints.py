@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from samestep.checkpoint.background_writer import SavedCheckpoint
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.encoding import require_unchanged_settings, setting_changes
 from samestep.checkpoint.loop import LoopCheckpoints
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.checkpoint.writer import SavedCheckpoint
 from samestep.config import Recipe, RunOptions
 from samestep.config.validation import require
 from samestep.distributed.devices import machine

@@ -25,7 +25,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.errors import DataError
 from samestep.global_view import any_rank
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import create_loggers

@@ -29,7 +29,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.launcher.source_files import describe_modules
 from samestep.loggers.logger import Logger, RunLogger, is_exit
 from samestep.loggers.rank_monitor import RankMonitor, RankProgress

@@ -36,7 +36,7 @@ from samestep.distributed.collective_check import script_line
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.env import visible_devices_kept
 from samestep.distributed.logging import logger
-from samestep.distributed.streams import report_line
+from samestep.distributed.standard_streams import report_line
 from samestep.errors import EXIT_DONE, EXIT_FAILED, InputError
 from samestep.launcher.worker import exit_process
 from samestep.script.replaced import replaced

@@ -28,7 +28,7 @@ from samestep.checkpoint.files import write_atomically
 from samestep.data.own_rows import OwnRows
 from samestep.distributed.collective_check import Line
 from samestep.distributed.logging import logger
-from samestep.distributed.streams import report_line
+from samestep.distributed.standard_streams import report_line
 from samestep.errors import RunError
 from samestep.view.view import ModuleSummary
 

@@ -23,13 +23,13 @@ from samestep.distributed.devices import accelerator_module, is_accelerator, own
 from samestep.distributed.env import read_environment, show_devices
 from samestep.distributed.logging import logger
 from samestep.distributed.signals import StoppedLoop
-from samestep.distributed.streams import report_line
+from samestep.distributed.standard_streams import report_line
 from samestep.distributed.world import World, all_gather, shown
 from samestep.errors import EXIT_DONE, EXIT_FAILED
 from samestep.global_view import joined_view, owner_of
-from samestep.launcher.job import WorkerSpec, process_state, rank_and_size
 from samestep.launcher.pickling import ByValue
 from samestep.launcher.process_group import SessionOptions
+from samestep.launcher.process_state import WorkerSpec, process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.script.calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.files import FirstWriter, one_writer

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.reduce.fast import Reduction
 from samestep.view.crossings import crossing, leave, replicated
-from samestep.view.in_step import SAVE, SAVE_FIX
+from samestep.view.rank_comparison import SAVE, SAVE_FIX
 
 # Element by element, with the same rounding in vectors and outside of them; of float32 and float64
 # only.

@@ -22,7 +22,7 @@ from samestep.reduce.fast import Reduction
 from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.dtensors import gathered
 from samestep.view.crossings import CallExchange
-from samestep.view.hub import Hub
+from samestep.view.gradient_sums import Hub
 from samestep.view.region import current_region
 from samestep.view.slots import ParameterSlots, is_in_place, replaced
 from samestep.view.strategy import CallParameters, Strategy

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from samestep.view.hub import Hub
+from samestep.view.gradient_sums import Hub
 from samestep.view.strategy import Call, Strategy
 
 

@@ -26,7 +26,7 @@ from samestep.strategies.pipeline.stage import Later, Stage, StageOperations
 from samestep.strategies.replicated import HubStrategy
 from samestep.strategies.tensor import Place, TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
-from samestep.view.hub import Hub
+from samestep.view.gradient_sums import Hub
 from samestep.view.ranks import Ranks
 from samestep.view.recomputation import recomputation_inside
 from samestep.view.slots import Entry, ParameterSlots, replaced

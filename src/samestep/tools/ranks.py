@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.global_view import any_rank
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.launcher.worker import run_script
 
 if TYPE_CHECKING:  # scripts do not need the packages of recipes

@@ -14,7 +14,7 @@ import torch
 from samestep.distributed.world import World
 from samestep.errors import InputError, RankDesyncError, RunError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
-from samestep.view.in_step import ONE_DECISION
+from samestep.view.rank_comparison import ONE_DECISION
 from samestep.view.region import current_region
 
 MOST_MICROBATCHES = 8  # without a number

@@ -34,8 +34,8 @@ from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import RowBounds
-from samestep.view.in_step import ONE_DECISION, InStep
 from samestep.view.kinds import Kind
+from samestep.view.rank_comparison import ONE_DECISION, InStep
 from samestep.view.ranks import MOST_MICROBATCHES, Action, Ranks, RowMessages, Slices, rank_bounds
 from samestep.view.region import current_region
 from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, rows_of, torch_gathers

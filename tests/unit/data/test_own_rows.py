@@ -35,7 +35,7 @@ from samestep.data.batch_plan import content_of, equal
 from samestep.data.own_rows import OwnRows, own_iterator
 from samestep.distributed.rng import seed_generators
 from samestep.errors import DataError
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.view.rows import gathered
 
 # Several ranks, with workers, which can take minutes on a busy machine.

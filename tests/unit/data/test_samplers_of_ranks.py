@@ -13,7 +13,7 @@ from torch.utils.data import Sampler, TensorDataset
 import samestep
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 
 DATA = TensorDataset(torch.arange(48.0))
 

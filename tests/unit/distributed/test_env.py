@@ -13,7 +13,7 @@ from samestep.distributed.env import (
     relevant_variables,
     sharing_variables,
 )
-from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
+from samestep.distributed.launcher_variables import LAUNCH_VARIABLES
 from samestep.errors import EXIT_INPUT, InputError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from helpers.system import until
 from samestep.launcher import peer_watchdog
 from samestep.launcher.failure import Failure
-from samestep.launcher.job import Job
 from samestep.launcher.peer_watchdog import PeerWatchdog, _process_identity
+from samestep.launcher.process_state import Job
 from samestep.launcher.watchdog import is_running
 
 

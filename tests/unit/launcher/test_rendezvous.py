@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.started import free_port
 from helpers.system import IMPORT_PATH
 from samestep.distributed.env import Environment
-from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.launcher_variables import Rendezvous
 from samestep.errors import InputError, RunError
 from samestep.launcher.rendezvous import _connect, listen, wait_for_ranks
 
@@ -23,7 +23,7 @@ from datetime import timedelta
 from samestep.errors import SamestepError
 from samestep.launcher.rendezvous import join_job
 from samestep.launcher.rendezvous import listen
-from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.launcher_variables import Rendezvous
 rank, size, port, seconds = map(int, sys.argv[1:])
 try:
     job = join_job(Rendezvous("Open MPI", rank, size, rank, size, "127.0.0.1", port), timedelta(seconds=seconds))

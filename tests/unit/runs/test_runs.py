@@ -176,7 +176,7 @@ def test_directories_and_loggers_that_do_not_fit_are_refused(tmp_path: Path) -> 
 
 
 def start_by_rank(folder: Path) -> str:
-    from samestep.launcher.job import rank_and_size
+    from samestep.launcher.process_state import rank_and_size
 
     with start(device="cpu", run=folder / str(rank_and_size()[0])):
         return ""

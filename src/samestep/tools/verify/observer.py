@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from samestep.data.own_rows import _OwnRowsIterator
 from samestep.data.sample_reader import SampleReader
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.launcher.job import process_state
+from samestep.launcher.process_state import process_state
 from samestep.launcher.worker import EndOfScript
 from samestep.script.calls import is_divisible
 from samestep.strategies.divided_parameters import split_of

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from samestep.launcher.job import rank_and_size
+from samestep.launcher.process_state import rank_and_size
 from samestep.script.file_journal import Journal, copy_file
 from samestep.script.files import FirstWriter
 from samestep.script.replaced import PATHS, Replaced, replaced

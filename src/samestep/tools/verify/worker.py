@@ -20,7 +20,7 @@ from samestep.config import Recipe, Reduction, RunOptions, StrategyConfig
 from samestep.distributed.devices import tf32_off
 from samestep.distributed.rng import seed_generators
 from samestep.errors import EXIT_FAILED
-from samestep.launcher.job import process_state, rank_and_size
+from samestep.launcher.process_state import process_state, rank_and_size
 from samestep.microbatches import Cursor
 from samestep.script.summary import Summary
 from samestep.script.unchanged import unchanged

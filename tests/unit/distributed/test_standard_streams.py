@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.distributed import streams
+from samestep.distributed import standard_streams
 
 STALL_SECONDS = 0.2
 
@@ -25,7 +25,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def stream(descriptor: int, stall_seconds: float | None = STALL_SECONDS) -> io.TextIOWrapper:
-    return streams._protected(None, descriptor, stall_seconds)  # type: ignore[return-value]
+    return standard_streams._protected(None, descriptor, stall_seconds)  # type: ignore[return-value]
 
 
 def fill(write: int) -> int:
@@ -86,7 +86,7 @@ def test_text_longer_than_a_pipe_is_complete(is_blocking: bool, tmp_path: Path) 
 
 def test_closed_descriptors_are_opened() -> None:
     code = (
-        "import os\nfrom samestep.distributed.streams import *\nopen_standard_descriptors()\n"
+        "import os\nfrom samestep.distributed.standard_streams import *\nopen_standard_descriptors()\n"
         "assert [os.readlink(f'/proc/self/fd/{n}') for n in range(3)] == [os.devnull] * 3\n"
         "protect_output(stdout_seconds=None)\nprint('text')\nassert lost_output() is None\nos._exit(7)"
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from helpers.forked_ranks import RankServer
 from samestep.errors import RankMismatchError
 from samestep.view.crossings import RowBounds
-from samestep.view.in_step import InStep
+from samestep.view.rank_comparison import InStep
 from samestep.view.ranks import Slices
 from samestep.view.rows import Rows
 
@@ -379,7 +379,7 @@ def test_real_ranks_end_with_the_same_error(on_ranks: RankServer) -> None:
     errors = on_ranks(errors_of_ranks, 3)
     assert len(set(errors)) == 1
     assert "ranks 0 and 2 differ in: the gradient of the loss (1.0 and 2.0)" in errors[0]
-    assert errors[0].count("test_in_step.py:") == 1
+    assert errors[0].count("test_rank_comparison.py:") == 1
 
 
 class _Rank(NamedTuple):

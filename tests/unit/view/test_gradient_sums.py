@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from helpers.thread_ranks import ThreadRanks, on_ranks
 from samestep.errors import RunError
 from samestep.reduce.fast import FastReduction
-from samestep.view import hub as hub_module
-from samestep.view.hub import Bucket, Hub, plan_buckets
+from samestep.view import gradient_sums as hub_module
+from samestep.view.gradient_sums import Bucket, Hub, plan_buckets
 
 SIZES = pytest.mark.parametrize("size", [3, 4])
 WIDTHS = (5, 7, 3, 2)

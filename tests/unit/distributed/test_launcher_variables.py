@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.distributed.launcher_detection import (
+from samestep.distributed.launcher_variables import (
     FIRST_PORT,
     PORTS,
     Rendezvous,

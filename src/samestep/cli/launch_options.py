@@ -31,7 +31,7 @@ from samestep.distributed.env import (
     sharing_variables,
     silence_torch_warnings,
 )
-from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.launcher_variables import Rendezvous
 from samestep.distributed.logging import logger
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, RunError, SamestepError
@@ -44,7 +44,7 @@ from samestep.units import parse_duration, plural
 
 if TYPE_CHECKING:
     from samestep.cli.run_plans import RunPlan
-    from samestep.launcher.job import Job
+    from samestep.launcher.process_state import Job
 
 _MOST_ON_CORES = 8  # ranks of `auto` on a machine without GPUs
 _MOST_PER_CORE = 4  # ranks on CPUs without a warning
@@ -354,7 +354,7 @@ def run_as_rank(
     """
     _joined.append(rendezvous)
     silence_torch_warnings()  # before torch is imported
-    from samestep.launcher.job import process_state
+    from samestep.launcher.process_state import process_state
     from samestep.launcher.rendezvous import join_job, report_failure
 
     plan = None

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.launcher_variables import Rendezvous
 from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, StatusBoard
 from samestep.launcher.source_files import SourceFiles

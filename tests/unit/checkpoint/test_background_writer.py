@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.simulated_accelerator import simulated_accelerator
+from samestep.checkpoint.background_writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint, TensorFile
 from samestep.checkpoint.contents import Progress, Training
 from samestep.checkpoint.state import MODEL, pack, snapshot
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint, TensorFile
 from samestep.errors import CheckpointWriteError, InputError
 
 
