@@ -20,7 +20,7 @@ from samestep.cli.commands import PRELOAD as PRELOAD_RECIPES
 from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
 from samestep.distributed.world import World
 from samestep.global_view import world_of_process
-from samestep.launcher.launch import PRELOAD, start_server
+from samestep.launcher.fork_server import PRELOAD, start_server
 from samestep.session import start
 
 # The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.

@@ -18,20 +18,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.checkpoint.background_writer import SavedCheckpoint
 from samestep.checkpoint.checksum import checksum
 from samestep.checkpoint.contents import SavedState, Training
-from samestep.checkpoint.encoding import (
+from samestep.checkpoint.encoding import Tensors, encode, encode_objects, require_savable
+from samestep.checkpoint.folder_lock import FolderLock
+from samestep.checkpoint.loop import LoopCheckpoints, prefix
+from samestep.checkpoint.resume_changes import (
     Settings,
-    Tensors,
     attribute_changes,
-    encode,
-    encode_objects,
     require_same_names,
-    require_savable,
     require_unchanged_settings,
     setting_changes,
     settings_of,
 )
-from samestep.checkpoint.files import FolderLock
-from samestep.checkpoint.loop import LoopCheckpoints, prefix
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epochs
 from samestep.distributed.disk_operations import HeldFolder

@@ -22,7 +22,7 @@ from helpers.surroundings import (
     wait_for_end,
 )
 from helpers.system import TESTS, Running, arguments_of, here, steps_saved, weights
-from samestep.checkpoint.files import FolderLock
+from samestep.checkpoint.folder_lock import FolderLock
 
 RECIPE = TESTS / "helpers" / "faulty.yaml"
 HOLDING = TESTS / "helpers" / "recorded.yaml"

@@ -29,7 +29,7 @@ from helpers.started import free_port
 from helpers.system import environment
 from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.errors import SamestepError
-from samestep.launcher.launch import start_server
+from samestep.launcher.fork_server import start_server
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT = 500  # seconds of a call

@@ -18,8 +18,8 @@ from samestep.checkpoint.background_writer import (
 )
 from samestep.checkpoint.checksum import Trained
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState, Training
-from samestep.checkpoint.encoding import require_same_names, setting_changes
 from samestep.checkpoint.files import Contents
+from samestep.checkpoint.resume_changes import require_same_names, setting_changes
 from samestep.checkpoint.state import load_all, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder, file_names, manifest_digest
 from samestep.data.whole_batches import WholeBatches

@@ -31,20 +31,22 @@ from samestep.checkpoint.contents import (
 from samestep.checkpoint.encoding import (
     EXTRA_STATE,
     Tensors,
-    attributes_of,
-    changed_keys,
     decode,
     encode,
     encode_objects,
-    groups_like,
     load_object,
     object_state,
-    other_state,
     replay_schedule,
     require_loadable,
-    require_same_names,
 )
 from samestep.checkpoint.files import Contents, pieces
+from samestep.checkpoint.resume_changes import (
+    attributes_of,
+    changed_keys,
+    groups_like,
+    other_state,
+    require_same_names,
+)
 from samestep.checkpoint.store import STATE, file_names, read_state, read_states
 from samestep.errors import CheckpointError
 from samestep.launcher.process_state import process_state

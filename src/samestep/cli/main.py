@@ -33,7 +33,7 @@ from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.signals import handled_signals
 from samestep.distributed.standard_streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
-from samestep.launcher.launch import start_early
+from samestep.launcher.fork_server import start_early
 from samestep.launcher.worker import exit_process
 
 # Modules of the extra `recipes`; those of other extras are named by their users.

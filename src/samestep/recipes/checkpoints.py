@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.checkpoint.background_writer import SavedCheckpoint
 from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.encoding import require_unchanged_settings, setting_changes
 from samestep.checkpoint.loop import LoopCheckpoints
+from samestep.checkpoint.resume_changes import require_unchanged_settings, setting_changes
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, RunOptions
 from samestep.config.validation import require

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from samestep.checkpoint.files import FolderLock, unsupported_features
+from samestep.checkpoint.files import unsupported_features
+from samestep.checkpoint.folder_lock import FolderLock
 from samestep.checkpoint.state import load_model
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RecipeStep, RunOptions

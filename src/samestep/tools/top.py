@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import psutil
 
-from samestep.checkpoint.files import is_locked
+from samestep.checkpoint.folder_lock import is_locked
 from samestep.distributed.disk_operations import regular_file
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from samestep.checkpoint.files import LOCK, FolderLock, is_locked
+from samestep.checkpoint.folder_lock import LOCK, FolderLock, is_locked
 from samestep.errors import InputError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from samestep.checkpoint.files import FolderLock
+from samestep.checkpoint.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(100)

@@ -190,7 +190,7 @@ def test_ranks_have_the_same_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_second_script_in_one_run_is_refused(tmp_path: Path) -> None:
-    from samestep.checkpoint.files import FolderLock
+    from samestep.checkpoint.folder_lock import FolderLock
 
     with FolderLock(tmp_path / "run"):  # of this process; the rank is another one
         assert samestep.launch(refused, [(tmp_path / "run", [])], processes=1) == ["E_LOCKED"]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from helpers.run_folders import START, events_of, make_run, step_event
-from samestep.checkpoint.files import LOCK
+from samestep.checkpoint.folder_lock import LOCK
 from samestep.cli.tools import render
 from samestep.tools.top import SILENT_SECONDS, RunStatus, read_status
 
