@@ -39,6 +39,7 @@ ENDS_IN_PIPELINE = (0, 130, *(128 + number for number in (signal.SIGINT, signal.
 # Share of the stops in a pipeline that come while the run starts, and the length of that time.
 START_UP_SHARE, START_UP_SECONDS = 0.2, 4.0
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.3, 60.0
+_PLAIN = str.maketrans("", "", "{}'")
 SAVING = ("--checkpoint-every", 1, "--max-lost-work", "1s")
 
 
@@ -245,25 +246,14 @@ def write_result(output: Path, machine: dict[str, Any], entry: dict[str, Any]) -
     earlier = json.loads(output.read_text(encoding="utf-8"))["results"] if output.exists() else []
     kept = [other for other in earlier if (other["subject"], other["mode"]) != (entry["subject"], entry["mode"])]
     results = sorted([*kept, entry], key=lambda other: (other["mode"], list(SUBJECTS).index(other["subject"])))
-    header = ("subject", "mode", "kills", "of", "changes of processes", "whole runs", "seconds", "SHA-256 of each run")
-    rows = [
-        (
-            other["subject"],
-            other["mode"],
-            str(other["kills"]),
-            ", ".join(f"{name} {count}" for name, count in other["targets"].items()),
-            str(other["resizes"]),
-            str(other["runs"]),
-            str(other["seconds"]),
-            other["sha256"],
-        )
-        for other in results
-    ]
+    columns = ("subject", "mode", "kills", "targets", "resizes", "runs", "seconds", "sha256")
+    rows = [[str(other[name]).translate(_PLAIN) for name in columns] for other in results]
     page = (
         "# Kills at random moments, and resumptions on other numbers of processes\n\n"
         f"{machine_line(machine)}\n\n"
         "Each run was killed until it came to its end; its weights and its optimizer state then had the SHA-256\n"
-        f"of an uninterrupted run on 2 processes. By `tests/helpers/soak.py`.\n\n{markdown_table(header, rows)}\n"
+        f"of an uninterrupted run on 2 processes; resizes are changes of their number.\n\n"
+        f"{markdown_table(columns, rows)}\n"
     )
     save(output, {"machine": machine, "results": results}, page)
 
