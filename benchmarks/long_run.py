@@ -5,6 +5,8 @@ run directory. A rank is killed twice in the first half; the run restarts from i
 nothing may grow, except for the log, by the lines of its steps.
 
     python benchmarks/long_run.py --output benchmarks/results/long_run.json
+
+With `--place FOLDER --seconds 500` each call continues the run by `samestep resume`, until it has all steps.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import psutil
 from machine import describe_machine, machine_line, markdown_table, save
 
 PROCESSES = 2
+SMALL = ("model.options.width=8", "data.options.shift=0")  # the figures do not depend on them
 ALLOWED_MIB = 5.0  # that an allocator takes in half of a run
 LOG_BYTES_PER_STEP = 1024
 READINGS = 5  # a checkpoint or an evaluation may be in progress
@@ -51,16 +54,24 @@ class Figures:
 class LongRun:
     """A run of digits in a folder; `ranks` has its processes with a rank."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, rows: list[Figures]) -> None:
         self.run = place / "runs/long"
         self.restarts = 0
         self._began = time.monotonic()
+        if rows:
+            self.restarts = rows[-1].restarts + 1
+            self._began -= rows[-1].seconds
         options = ("--processes", str(PROCESSES), "--max-restarts", "5", "--checkpoint-every", "50", "--keep", "3")
-        command = [sys.executable, "-m", "samestep", "train", "digits", "--name", "long", *options]
+        begin = ("train", "digits", "--name", "long", "batch_size=16", "epochs=1000", *SMALL)
+        if rows:
+            begin = ("resume", "runs/long")
         self.errors = place / "errors"
         with self.errors.open("wb") as errors:
             self.launcher = psutil.Popen(
-                [*command, "batch_size=16", "epochs=1000"], cwd=place, stdout=subprocess.DEVNULL, stderr=errors
+                [sys.executable, "-m", "samestep", *begin, *options],
+                cwd=place,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
             )
 
     def ranks(self) -> list[psutil.Process]:
@@ -164,7 +175,7 @@ def page(machine: dict[str, Any], rows: list[Figures], grown: list[str], per_ste
     return (
         f"# Figures of a long run\n\n{machine_line(machine)}\n\n"
         f"`digits` on {PROCESSES} processes, batches of 16, a checkpoint every 50 steps (3 are kept), an\n"
-        "evaluation in each epoch of 90 steps; a rank was killed twice. Medians of 5 readings; memory is resident,\n"
+        "evaluation in each epoch of 90 steps; two ranks were killed. Medians of 5 readings; memory is resident,\n"
         f"with pages that ranks share.\n\n{table}\n\n"
         f"Grown in the second half: {verdict}. Logs have {per_step:.0f} bytes per step.\n"
     )
@@ -174,20 +185,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--place", type=Path, help="folder of a run that several calls continue")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which a call stops the run")
     arguments = parser.parse_args()
     interval = arguments.steps // 10
     machine = describe_machine()
-    rows: list[Figures] = []
-    with tempfile.TemporaryDirectory() as place:
-        run = LongRun(Path(place))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        place = arguments.place or Path(temporary)
+        place.mkdir(exist_ok=True)
+        kept = place / "rows.json"
+        rows: list[Figures] = []
+        if kept.exists():
+            rows = [Figures(**row) for row in json.loads(kept.read_text())]
+        run = LongRun(place, rows)
         try:
-            for number in range(1, 11):
+            for number in range(len(rows) + 1, 11):
                 if number in (3, 5):
                     run.wait_for(number * interval - interval // 2)
                     run.kill_rank()
                 run.wait_for(number * interval)
                 rows.append(run.read())
                 print(rows[-1], flush=True)
+                kept.write_text(json.dumps([asdict(row) for row in rows]))
+                if time.monotonic() - began > arguments.seconds:
+                    break
             run.launcher.send_signal(signal.SIGTERM)
             code = run.launcher.wait(60)
         finally:
@@ -195,6 +217,8 @@ def main() -> None:
                 run.launcher.kill()
         if code != 130:
             raise RuntimeError(f"exit code {code}:\n{run.errors.read_text()[-2000:]}")
+    if len(rows) < 10:
+        return
     first, last = rows[5], rows[-1]
     grown = growth(first, last)
     per_step = 1024 * (last.logs_kib - first.logs_kib) / (last.step - first.step)

@@ -267,8 +267,6 @@ def main() -> None:
     parser.add_argument("--subject", choices=SUBJECTS, default="recipe")
     parser.add_argument("--result", type=Path, help="JSON file for the numbers; a Markdown table is written next to it")
     arguments = parser.parse_args()
-    if arguments.result and arguments.mode == "launcher":
-        parser.error("--result needs --mode parts or pipeline")
     machine = describe_machine()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
