@@ -202,7 +202,7 @@ def test_no_problems_in_ranks(tmp_path: Path) -> None:
     "fault",
     [
         Fault("", "nosuch0", "", {"GLOO_SOCKET_IFNAME": "nosuch0"}),
-        Fault("", "E_LAUNCHER_GONE", "", shell="ulimit -v 600000"),
+        Fault("", "E_MACHINE", "", shell="ulimit -v 600000"),
         Fault("", "", "", namespace="--net"),
     ],
     ids=["in a rank", "before ranks start", "no loopback interface"],

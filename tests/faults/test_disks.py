@@ -1,6 +1,7 @@
 """File systems that lack operations, and disks that never answer."""
 
 import errno
+import os
 import signal
 import subprocess
 import time
@@ -11,7 +12,8 @@ import pytest
 from helpers.machines import faulty_disk, small_disk
 from helpers.recorded import count_calls
 from helpers.surroundings import RecordFault, require_bounded, require_single_report, wait_for_end
-from helpers.system import TESTS, Running, events, here, last_saved, steps_saved, until, weights
+from helpers.system import TESTS, Done, Running, events, here, last_saved, steps_saved, until, weights
+from samestep.checkpoint.store import CheckpointFolder, verify
 
 RECIPE = TESTS / "helpers" / "recorded.yaml"
 SAVING = ("--checkpoint-every", 3)
@@ -129,3 +131,59 @@ def test_frozen_disk(tmp_path: Path, undisturbed: tuple[str, str], record_fault:
         assert here("resume", run, cwd=tmp_path) == 0
         assert weights(run) == undisturbed
     record_fault("a frozen disk", "exit code 1; resumed on 1: the same weights")
+
+
+KILL = 999  # helpers/machine_faults.c
+KILLED = ("write", "fsync_file", "fsync_folder", "rename_file", "rename_folder", "symlink", "unlink", "rmdir")
+REFUSED = [
+    *((errno.EDQUOT, call) for call in ("write", "fsync_file", "rename_folder", "symlink")),
+    *((errno.EROFS, call) for call in ("fsync_folder", "rename_folder", "rename_file", "symlink")),
+]
+
+
+def run_with_fault(path: Path, call: str, number: int, *options: object) -> Done:
+    """Return the result of a run in which calls for checkpoints fail after step 20; `fault` starts them."""
+    trigger, hold = path / "fault", path / "hold"
+    hold.write_text("0 20", encoding="utf-8")
+    variables = faulty_disk(path, "checkpoints", f"{call}={number}", trigger=trigger)
+    with train(path, variables, "--keep", 1, *options) as running:
+        running.until(lambda: count_calls(path) == 20 and last_saved(path / "runs/a"), "call 20 and a checkpoint")
+        trigger.touch()
+        hold.unlink()
+        done = running.wait(90)
+        until(lambda: not running.processes(), "no process is left", 10)
+    checkpoints = CheckpointFolder(path / "runs/a/checkpoints")
+    verify(checkpoints.find("last"))
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", KILLED)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_kill_inside_a_call_of_a_save(
+    call: str, restarts: int, tmp_path: Path, undisturbed: tuple[str, str], record_fault: RecordFault
+) -> None:
+    done = run_with_fault(tmp_path, call, KILL, "--max-restarts", restarts)
+    assert not (tmp_path / "fault").exists(), "a save has no such call"
+    observed = "exit code 0 after one restart; the same weights"
+    if restarts == 0:
+        assert "E_RANK_KILLED" in require_single_report(done, 1)
+        assert here("resume", "runs/a", cwd=tmp_path) == 0
+        observed = "exit code 1; resumed on 1: the same weights"
+    else:
+        assert done.code == 0, done.err
+    assert weights(tmp_path / "runs/a") == undisturbed
+    record_fault(f"rank 0 is killed inside {call} of a save, {restarts} restarts", observed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "call"), REFUSED, ids=lambda value: errno.errorcode.get(value, value))
+def test_quota_and_read_only_remount(
+    number: int, call: str, tmp_path: Path, undisturbed: tuple[str, str], record_fault: RecordFault
+) -> None:
+    done = run_with_fault(tmp_path, call, number)
+    assert "E_CHECKPOINT_WRITE" in require_single_report(done, 1)
+    assert os.strerror(number) in done.err
+    assert here("resume", "runs/a", cwd=tmp_path) == 0
+    assert weights(tmp_path / "runs/a") == undisturbed
+    record_fault(f"{errno.errorcode[number]} at {call} of a save", "exit code 1; resumed on 1: the same weights")

@@ -1,20 +1,26 @@
 /* Faults of a file system, for LD_PRELOAD.
  *
  * FAULTY_PATH: text in the paths of the files concerned.
- * FAULTY_CALLS: `CALL=ERRNO,...`; the calls are fsync_file, fsync_folder, rename_folder, symlink, flock and write; the
- *     error number 0 is a call that never returns.
+ * FAULTY_CALLS: `CALL=ERRNO,...`; the calls are fsync_file, fsync_folder, rename_file, rename_folder, symlink, unlink,
+ *     rmdir, flock and write; the error number 0 is a call that never returns, 999 one in which the process is killed,
+ *     once: it removes the trigger before.
  * FAULTY_TRIGGER: a file; faults begin when it exists. Without the variable they begin at once.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
 static const int NO_FAULT = -1;
+static const int KILL = 999;
 
 static int fault(const char *call, const char *path) {
     const char *mark = getenv("FAULTY_PATH"), *calls = getenv("FAULTY_CALLS"), *trigger = getenv("FAULTY_TRIGGER");
@@ -35,6 +41,11 @@ static int fails(const char *call, const char *path) {
         return 0;
     while (number == 0)
         pause();
+    if (number == KILL) {
+        if (REAL(unlink)(getenv("FAULTY_TRIGGER")) != 0)
+            return 0; /* another process was killed */
+        kill(getpid(), SIGKILL);
+    }
     errno = number;
     return 1;
 }
@@ -62,8 +73,6 @@ static const char *resolved(const char *name, char *path) {
     return path;
 }
 
-#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-
 int fsync(int descriptor) {
     char path[4096];
     struct stat status;
@@ -77,7 +86,24 @@ int rename(const char *from, const char *to) {
     char path[8192];
     struct stat status;
     int is_folder = lstat(from, &status) == 0 && S_ISDIR(status.st_mode);
-    return is_folder && fails("rename_folder", resolved(to, path)) ? -1 : REAL(rename)(from, to);
+    return fails(is_folder ? "rename_folder" : "rename_file", resolved(to, path)) ? -1 : REAL(rename)(from, to);
+}
+
+int unlink(const char *name) {
+    char path[8192];
+    return fails("unlink", resolved(name, path)) ? -1 : REAL(unlink)(name);
+}
+
+int unlinkat(int folder, const char *name, int flags) {
+    char path[8192];
+    const char *call = flags & AT_REMOVEDIR ? "rmdir" : "unlink";
+    const char *where = folder == AT_FDCWD ? resolved(name, path) : path_of(folder, path);
+    return fails(call, where) ? -1 : REAL(unlinkat)(folder, name, flags);
+}
+
+int rmdir(const char *name) {
+    char path[8192];
+    return fails("rmdir", resolved(name, path)) ? -1 : REAL(rmdir)(name);
 }
 
 int symlink(const char *target, const char *path) {

@@ -7,9 +7,13 @@ make soak KILLS=100 SUBJECT=loop       an own loop with a `CheckpointManager`
 make soak KILLS=100 SUBJECT=script     an unchanged script that saves all of its state with `os.replace`
 make soak KILLS=100 MODE=pipeline      stops it in `samestep ... 2>&1 | tee log` by Ctrl-C, SIGTERM and SIGHUP
 make soak KILLS=20 MODE=launcher       kills the launcher of a rank that is stopped or in C code
+
+With `--result benchmarks/results/soak.json` the numbers are added to this file, next to those of other subjects.
 """
 
 import argparse
+import hashlib
+import json
 import random
 import shutil
 import signal
@@ -18,7 +22,9 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from benchmarks.machine import describe_machine, machine_line, markdown_table, save
 from rich.console import Console
 from rich.progress import Progress
 
@@ -33,6 +39,7 @@ ENDS_IN_PIPELINE = (0, 130, *(128 + number for number in (signal.SIGINT, signal.
 # Share of the stops in a pipeline that come while the run starts, and the length of that time.
 START_UP_SHARE, START_UP_SECONDS = 0.2, 4.0
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.3, 60.0
+_PLAIN = str.maketrans("", "", "{}'")
 SAVING = ("--checkpoint-every", 1, "--max-lost-work", "1s")
 
 
@@ -56,8 +63,8 @@ class Recipe:
         return len(events(self.run, "step"))
 
     def result(self) -> str:
-        """Return the SHA-256 of the weights and of the optimizer state."""
-        return " ".join(weights(self.run))
+        """Return the SHA-256 of the weights and of the optimizer state, as one."""
+        return hashlib.sha256("".join(weights(self.run)).encode()).hexdigest()
 
     def forget(self) -> None:
         """Remove the run."""
@@ -234,6 +241,23 @@ def soak_launcher(kills: int, seed: int, place: Path) -> None:
         kill_launcher_of_blocked_rank(path, chance.choice(("stopped", "in C code")))
 
 
+def write_result(output: Path, machine: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Add the numbers of a soak to a file, in place of earlier numbers of the same subject and mode."""
+    earlier = json.loads(output.read_text(encoding="utf-8"))["results"] if output.exists() else []
+    kept = [other for other in earlier if (other["subject"], other["mode"]) != (entry["subject"], entry["mode"])]
+    results = sorted([*kept, entry], key=lambda other: (other["mode"], list(SUBJECTS).index(other["subject"])))
+    columns = ("subject", "mode", "kills", "targets", "resizes", "runs", "seconds", "sha256")
+    rows = [[str(other[name]).translate(_PLAIN) for name in columns] for other in results]
+    page = (
+        "# Kills at random moments, and resumptions on other numbers of processes\n\n"
+        f"{machine_line(machine)}\n\n"
+        "Each run was killed until it came to its end; its weights and its optimizer state then had the SHA-256\n"
+        f"of an uninterrupted run on 2 processes; resizes are changes of their number.\n\n"
+        f"{markdown_table(columns, rows)}\n"
+    )
+    save(output, {"machine": machine, "results": results}, page)
+
+
 def main() -> None:
     """Soak in a folder that is removed afterwards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -241,7 +265,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and targets of kills")
     parser.add_argument("--mode", choices=("parts", "pipeline", "launcher"), default="parts")
     parser.add_argument("--subject", choices=SUBJECTS, default="recipe")
+    parser.add_argument("--result", type=Path, help="JSON file for the numbers; a Markdown table is written next to it")
     arguments = parser.parse_args()
+    machine = describe_machine()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         if arguments.mode == "launcher":
@@ -251,11 +277,20 @@ def main() -> None:
         in_pipeline = arguments.mode == "pipeline"
         soaked = soak(arguments.kills, arguments.seed, Path(place), subject=arguments.subject, in_pipeline=in_pipeline)
         result = soaked.subject.result()
-    counts = ", ".join(f"{name} {count}" for name, count in sorted(soaked.kills.items()))
-    kills = sum(soaked.kills.values())
-    seconds = time.monotonic() - began
-    print(f"{arguments.subject}: {kills} kills ({counts}), {soaked.resizes} resizes, {seconds:.0f} s")
-    print(f"{soaked.finished + 1} runs, each equal to an uninterrupted one: {result}")
+    entry = {
+        "subject": arguments.subject,
+        "mode": arguments.mode,
+        "seed": arguments.seed,
+        "kills": sum(soaked.kills.values()),
+        "targets": dict(sorted(soaked.kills.items())),
+        "resizes": soaked.resizes,
+        "runs": soaked.finished + 1,
+        "seconds": round(time.monotonic() - began),
+        "sha256": result,
+    }
+    print(json.dumps(entry))
+    if arguments.result:
+        write_result(arguments.result, machine, entry)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ from samestep.data.sample_reader import (
     raise_failure,
 )
 from samestep.distributed.logging import logger
+from samestep.distributed.resources import require_files_of_workers
 from samestep.errors import PeerLostError, RankMismatchError
 
 SMALL_BYTES = 64 * 2**10  # of a whole tensor that is gathered at once
@@ -153,6 +154,7 @@ def own_iterator(loader: DataLoader[Any], state: OwnRows) -> _BaseDataLoaderIter
     kind: type[_OwnRowsIterator] = _SingleProcessIterator
     if loader.num_workers > 0:
         loader.check_worker_number_rationality()
+        require_files_of_workers(loader.num_workers)
         kind = _WorkersIterator
     iterator = kind.__new__(kind)
     iterator.state = state

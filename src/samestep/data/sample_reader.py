@@ -25,6 +25,7 @@ from samestep.distributed.rng import (
     seed_generators,
 )
 from samestep.distributed.signals import die_with_parent
+from samestep.distributed.torch_errors import resource_fixes
 from samestep.errors import DataError, SamestepError, message_of
 
 # `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as
@@ -359,11 +360,18 @@ def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
     if isinstance(wrapped, ExceptionWrapper):  # of an exception of a class that only the worker has
         failure = _without_class(wrapped)
     else:
+        message = message_of(error)
+        code = "E_NOT_PICKLABLE"
+        expected = "samples of tensors, numbers, strings, and lists, tuples and dicts of these"
+        fix = "return plain values from the dataset and the collate function"
+        for limit in resource_fixes(message):
+            code = "E_MACHINE"
+            expected = "limits of the machine that allow the tensors of all batches in memory"
+            fix = limit
         failure = DataError(
-            f"a loader worker cannot send a batch: {message_of(error)}",
-            expected="samples of tensors, numbers, strings, and lists, tuples and dicts of these",
-            fix="return plain values from the dataset and the collate function, or load without "
-            "workers: num_workers=0 (--workers 0)",
-            code="E_NOT_PICKLABLE",
+            f"a loader worker cannot send a batch: {message}",
+            expected=expected,
+            fix=f"{fix}, or load without workers: num_workers=0 (--workers 0)",
+            code=code,
         )
     queue.put((number, Reading(None, 0, failure)))

@@ -7,11 +7,13 @@ import os
 import resource
 import socket
 import tempfile
+import threading
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
 
 from samestep.errors import InputError
+from samestep.units import plural
 
 # Parameters of mallopt(3).
 _TRIM_THRESHOLD = -1
@@ -22,6 +24,17 @@ _KEPT_BYTES = 2**28
 # could fragment it.
 _MAPPED_BYTES = 2**25
 _USUAL_OPEN_FILES = 1024  # default of most systems
+# The launcher needs three per rank, a rank 32 and 4 per rank; workers of loaders need more, and
+# torch ten to spare.
+_OPEN_FILES = 48
+_OPEN_FILES_PER_RANK = 4
+_OPEN_FILES_PER_WORKER = 16  # pipes, semaphores and a few tensors
+# Processes and threads: the launcher, its fork server and the tracker of resources; a rank with
+# its process groups. Threads that compute are as many as processors.
+_TASKS = 6
+_TASKS_PER_RANK = 14
+_TASK_STACK_BYTES = 2**18
+_ADDRESS_SPACE = 2**30  # of a process that has imported torch, with a small model
 # More ranks on one processor are a mistake in the command.
 _MAX_RANKS_PER_PROCESSOR = 64
 # unix(7): the path of a socket has at most 107 bytes. multiprocessing appends
@@ -80,8 +93,8 @@ def require_machine(processes: int) -> None:
     """Require that `processes` ranks can start here, and raise the limit of open files if needed.
 
     Raises:
-        InputError: there are too many ranks, too few open files are allowed, or no folder can hold
-            a socket.
+        InputError: there are too many ranks, too few open files, processes or bytes of memory are
+            allowed, or no folder can hold a socket.
     """
     processors = usable_processors()
     most = _MAX_RANKS_PER_PROCESSOR * processors
@@ -91,23 +104,72 @@ def require_machine(processes: int) -> None:
             expected=f"at most {most} ranks here, {_MAX_RANKS_PER_PROCESSOR} per processor",
             fix=f"--processes {processors}",
         )
-    # The launcher needs three per rank, a rank 32 and 4 per rank; workers of loaders need more, and
-    # torch ten to spare.
-    needed = 48 + 4 * processes
+    ranks = plural(processes, "rank")
+    require_open_files(
+        _OPEN_FILES + _OPEN_FILES_PER_RANK * processes,
+        f"{ranks} ({_OPEN_FILES}, and {_OPEN_FILES_PER_RANK} per rank)",
+    )
+    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if memory != resource.RLIM_INFINITY and memory < _ADDRESS_SPACE:
+        raise _machine_error(
+            f"a process may use {memory >> 10} KiB of address space here (ulimit -v)",
+            expected=f"at least {_ADDRESS_SPACE >> 10} KiB in each process of {ranks}, and more "
+            "for large models and for GPUs",
+            fix="ulimit -v unlimited, or limit the memory by a control group",
+        )
+    _require_tasks(_TASKS + _TASKS_PER_RANK * processes + processors, ranks)
+    use_short_temporary_folder()
+
+
+def require_open_files(needed: int, purpose: str) -> None:
+    """Require that this process may open `needed` files, and raise its limit to a usual one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if hard != unlimited and hard < needed:
         raise _machine_error(
             f"a process may open {hard} files here (ulimit -n)",
-            expected=f"at least {needed} open files per process for {processes} ranks",
-            fix="ulimit -n 1024, or a higher LimitNOFILE= of the service",
+            expected=f"at least {needed} open files per process for {purpose}",
+            fix=f"ulimit -n {max(_USUAL_OPEN_FILES, needed)}, or a higher LimitNOFILE= of the "
+            "service",
         )
     usual = max(_USUAL_OPEN_FILES, needed)
     if soft != unlimited and soft < usual:
         if hard != unlimited:
             usual = min(usual, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (usual, hard))
-    use_short_temporary_folder()
+
+
+def require_files_of_workers(workers: int) -> None:
+    """Require that a rank may open the files of this number of loader workers."""
+    needed = _OPEN_FILES + _OPEN_FILES_PER_WORKER * workers
+    require_open_files(needed, f"a rank with {plural(workers, 'loader worker')}")
+
+
+def _require_tasks(needed: int, ranks: str) -> None:
+    """Start as many threads as the ranks need processes and threads, and end them.
+
+    Limits of the account, of a control group and of a service are not compared: all of them count
+    what else runs.
+    """
+    end = threading.Event()
+    threads: list[threading.Thread] = []
+    before = threading.stack_size(_TASK_STACK_BYTES)
+    try:
+        for _ in range(needed):
+            thread = threading.Thread(target=end.wait)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError as error:
+        raise _machine_error(
+            f"only {plural(len(threads), 'more process')} or threads can start here (ulimit -u)",
+            expected=f"at least {needed} for {ranks} ({_TASKS_PER_RANK} per rank)",
+            fix="ulimit -u 4096, docker run --pids-limit 4096, or TasksMax= of the service",
+        ) from error
+    finally:
+        threading.stack_size(before)
+        end.set()
+        for thread in threads:
+            thread.join()
 
 
 def use_short_temporary_folder() -> None:

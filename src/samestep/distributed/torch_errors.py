@@ -147,9 +147,13 @@ def fix_lines(error: BaseException) -> Iterator[str]:
     elif is_backend_error(error):
         matches = (fix for text, fix in _BACKEND_FIXES if re.search(text, message, re.IGNORECASE))
         yield from (f"fix:      {fix}" for fix in list(matches)[:1])
-    for text, fix in _RESOURCE_FIXES:
-        if re.search(text, message):
-            yield f"fix:      {fix}"
+    for fix in resource_fixes(message):
+        yield f"fix:      {fix}"
+
+
+def resource_fixes(message: str) -> list[str]:
+    """Return the fixes of limits of the machine that a message names."""
+    return [fix for text, fix in _RESOURCE_FIXES if re.search(text, message)]
 
 
 def _gpu_memory_lines() -> Iterator[str]:
