@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 import yaml
+from samestep.zoo.volumes import read_volume
 
 from helpers.surroundings import require_bounded
 from helpers.system import here
@@ -20,7 +21,6 @@ from samestep.errors import InputError, SamestepError, message_of
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.trust import require_trusted, sign
 from samestep.zoo.model_libraries import transformers_model
-from samestep.zoo.volumes import read_volume
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs/security.md"

@@ -33,6 +33,8 @@ class Leaf:
 
 
 Plan = Leaf | dict[Any, Any] | list[Any]
+Leaves = list[tuple[Leaf, Any]]
+SMALL_BYTES = 64 * 2**10  # of a whole tensor that is gathered at once
 
 
 class OtherStructure(Exception):
@@ -141,7 +143,7 @@ def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def leaves_of(data: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
+def leaves_of(data: Any, plan: Plan) -> Leaves:
     """Return the leaves of a batch, in order.
 
     Raises:
@@ -268,3 +270,17 @@ def unpack(
         for number, (_, example) in enumerate(examples[len(tensors) :]):
             wholes.append(type(example)(item for lists in by_rank for item in lists[number]))
     return wholes
+
+
+def small_leaves(leaves: Leaves, rows: int) -> list[int]:
+    """Return the numbers of the leaves of `rows` samples that are gathered at once.
+
+    Tensors come first, then lists.
+    """
+    tensors = []
+    for number, (leaf, value) in enumerate(leaves):
+        if leaf.kind == "rows" and value.device.type == "cpu" and not value.requires_grad:
+            bytes_per_row = value[:1].numel() * value.element_size()
+            if bytes_per_row * leaf.factor * rows <= SMALL_BYTES:
+                tensors.append(number)
+    return tensors + [number for number, (leaf, _) in enumerate(leaves) if leaf.kind == "list"]

@@ -33,6 +33,7 @@ from torch.utils.data.dataloader import (
 
 from samestep.data.batch_plan import (
     Leaf,
+    Leaves,
     OtherStructure,
     Plan,
     content_of,
@@ -40,6 +41,7 @@ from samestep.data.batch_plan import (
     pack,
     rebuilt,
     shapes_of,
+    small_leaves,
     unpack,
 )
 from samestep.data.epoch_order import IndexBatch
@@ -58,7 +60,6 @@ from samestep.distributed.logging import logger
 from samestep.distributed.resources import require_files_of_workers
 from samestep.errors import PeerLostError, RankMismatchError
 
-SMALL_BYTES = 64 * 2**10  # of a whole tensor that is gathered at once
 # In place of the hash of shapes in the word of a rank.
 _FAILED = -1
 _DREW = -2
@@ -67,7 +68,6 @@ _MODES = ("own", "whole", "plain")
 _READ_ALONE = "a batch was not made of its rows"
 
 Bounds = list[tuple[int, int]]
-Leaves = list[tuple[Leaf, Any]]
 
 
 class BatchRanks(Protocol):
@@ -292,7 +292,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             try:
                 leaves = leaves_of(reading.data, _plan(state.decision))
                 status = shapes_of(leaves, reading.samples)
-                small = _small(leaves, len(pending.indices))
+                small = small_leaves(leaves, len(pending.indices))
                 packed = pack([leaves[number] for number in small])
             except OtherStructure:
                 status = _OTHER
@@ -483,17 +483,6 @@ def _plan(decision: Decision | None) -> Plan:
     if decision is None or decision.plan is None:  # of another iteration, which is read whole since
         raise OtherStructure
     return decision.plan
-
-
-def _small(leaves: Leaves, rows: int) -> list[int]:
-    """Return the numbers of the leaves that are gathered at once: tensors, then lists."""
-    tensors = []
-    for number, (leaf, value) in enumerate(leaves):
-        if leaf.kind == "rows" and value.device.type == "cpu" and not value.requires_grad:
-            bytes_per_row = value[:1].numel() * value.element_size()
-            if bytes_per_row * leaf.factor * rows <= SMALL_BYTES:
-                tensors.append(number)
-    return tensors + [number for number, (leaf, _) in enumerate(leaves) if leaf.kind == "list"]
 
 
 def _spans(lengths: Sequence[int]) -> Bounds:

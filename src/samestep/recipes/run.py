@@ -87,7 +87,6 @@ def train(
         monitor.follow(lambda: events.rank_progress)
         with log:
             log.log_config(checkpoints.recipe)
-            events.log_begin()
             values, stopped = fit(built, recipe.epochs, checkpoints, events)
             events.log_end(stopped=stopped)
         return {
@@ -114,6 +113,7 @@ def fit(
     Raises:
         SamestepError: the run failed; existing checkpoints are unchanged.
     """
+    events.log_begin()
     driver = built.driver
     world = driver.world
     batches = built.train
