@@ -152,7 +152,9 @@ class TrainedRun:
         summary = self.summary
         evaluation = summary["evaluation"]
         lines = []
-        for name in sorted({*evaluation} - {"samples"}, key=lambda one: one == "loss"):
+        for name in sorted(evaluation, key=lambda one: one == "loss"):
+            if name == "samples":
+                continue
             text = format_metric(name, evaluation[name])
             if summary.get(f"train_{name}") is not None:
                 text += f", in training {format_metric(name, summary[f'train_{name}'])}"
