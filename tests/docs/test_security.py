@@ -9,11 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import yaml
-from samestep.zoo.volumes import read_volume
 
 from helpers.surroundings import require_bounded
 from helpers.system import here
@@ -108,16 +106,6 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, (str(self._folder),)
-
-
-@pytest.mark.parametrize("ending", [".npy", ".npz"])
-def test_pickle_in_a_file_of_arrays_is_refused(ending: str, tmp_path: Path) -> None:
-    array = numpy.array([Trap(tmp_path / "sprung")], dtype=object)
-    path = tmp_path / f"a{ending}"
-    {".npy": numpy.save, ".npz": numpy.savez}[ending](path, array)
-    with pytest.raises(SamestepError):
-        read_volume(path)
-    assert not (tmp_path / "sprung").exists()
 
 
 @pytest.mark.parametrize("ending", [".pth", ".pt"])

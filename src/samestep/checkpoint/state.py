@@ -451,8 +451,7 @@ def _model_tensors(
             f"or type ({', '.join(wrong[:3]) or '-'}), {len(unknown)} unknown "
             f"({', '.join(unknown[:3]) or '-'})",
             expected="names and shapes of the model",
-            fix="build the trained model, or load matching weights of another one with "
-            "model.pretrained",
+            fix="build the trained model, or load matching weights with model.pretrained",
             code="E_RESUME_CHANGED",
         )
     return saved

@@ -457,10 +457,8 @@ class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
         try:
             return super()._try_get_data(*arguments)  # type: ignore[no-untyped-call]
         except (OSError, EOFError) as error:
-            # The memory of a batch is requested from its worker. A worker that was killed closes
-            # the connection before it counts as ended, so torch would report the connection alone.
-            sentinels = [worker.sentinel for worker in self._workers]
-            if not wait(sentinels, timeout=1):
+            # A killed worker closes its connections before it counts as ended, for torch too.
+            if not wait([worker.sentinel for worker in self._workers], timeout=1):
                 raise
             ended = [worker.pid for worker in self._workers if not worker.is_alive()]
             raise RuntimeError(f"DataLoader worker (pid(s) {ended}) exited unexpectedly") from error
