@@ -378,8 +378,7 @@ def _load_errors(checkpoint: Path) -> Iterator[None]:
     ) as error:
         raise CheckpointError(
             f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}",
-            expected="the state of the same model, optimizer, schedule and objects, in the format "
-            "of this version",
+            expected="the state of the same model, optimizer, schedule and objects",
             fix="build the objects of the run that wrote the checkpoint; do not load files of "
             "unknown origin",
             code="E_CHECKPOINT",

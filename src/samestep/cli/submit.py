@@ -1,4 +1,4 @@
-"""`samestep submit`: the batch script of a Slurm job on several machines, and its submission."""
+"""`samestep submit`: write the batch script of a Slurm job on several machines, and submit it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Submit(JsonOption, SubjectOptions, _System):
 
 
 def _submit(path: Path, text: str, command: list[str]) -> str:
-    """Write the script, submit it, and return the output of the command."""
+    """Write and submit the script, and return the output of the command."""
     fix = "another --name, or another current folder"
     with output_errors(f"{path} cannot be written", "a writable folder", fix):
         if path.exists() and path.read_bytes() != text.encode():

@@ -494,7 +494,6 @@ def _require_same_content(contents: Sequence[int]) -> None:
         raise RankMismatchError(
             f"ranks 0 and {other} read different data for the same samples",
             expected="equal data on all ranks",
-            fix="read the same files on every rank, and draw numbers from the generators of torch, "
-            "NumPy or Python",
+            fix="read the same files on every rank, and draw from torch, NumPy or Python",
             code="E_RANK_BATCH",
         )

@@ -36,7 +36,7 @@ from samestep.distributed.standard_streams import report_line
 from samestep.units import plural
 
 # The first is the set-up of the server. torch._dynamo: every optimizer imports it on construction,
-# which takes as long as torch itself.
+# which takes as long as torch.
 PRELOAD = (
     "samestep.launcher.fork_server_setup",
     "torch",
