@@ -115,7 +115,7 @@ class Soak:
         left: how many kills there are to come.
         finished: how many runs came to their end, with the right weights, before the last kill.
         kills: number of kills by target.
-        resizes: number of starts on another number of processes than before.
+        resizes: number of starts after the first one, each on another number of processes than the one before.
     """
 
     subject: Recipe
@@ -127,10 +127,11 @@ class Soak:
     _processes: int = 0
 
     def _resized(self, most: int) -> int:
-        processes = self.chance.randint(1, most)
-        self.resizes += self._processes not in (0, processes)
-        self._processes = processes
-        return processes
+        """Return another number of processes than that of the start before."""
+        others = [number for number in range(1, most + 1) if number != self._processes]
+        self.resizes += self._processes != 0
+        self._processes = self.chance.choice(others)
+        return self._processes
 
     def once(self) -> bool:
         """Start or resume the run on a random number of processes and kill parts of it; whether it came to its end."""
