@@ -60,8 +60,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.resources import require_files_of_workers
 from samestep.errors import PeerLostError, RankMismatchError
 
-# In place of the hash of shapes in the word of a rank.
-_FAILED = -1
+_FAILED = -1  # in place of the hash of shapes in the word of a rank
 _DREW = -2
 _OTHER = -3
 _MODES = ("own", "whole", "plain")
@@ -458,9 +457,10 @@ class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
             return super()._try_get_data(*arguments)  # type: ignore[no-untyped-call]
         except (OSError, EOFError) as error:
             # A killed worker closes its connections before it counts as ended, for torch too.
-            if not wait([worker.sentinel for worker in self._workers], timeout=1):
+            ready = wait([worker.sentinel for worker in self._workers], timeout=1)
+            if not ready:
                 raise
-            ended = [worker.pid for worker in self._workers if not worker.is_alive()]
+            ended = [worker.pid for worker in self._workers if worker.sentinel in ready]
             raise RuntimeError(f"DataLoader worker (pid(s) {ended}) exited unexpectedly") from error
 
     def _release(self) -> None:
