@@ -45,7 +45,7 @@ faults: .venv/.installed
 
 # Kills a run at random moments; about four seconds per kill.
 soak: .venv/.installed
-	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS) --mode $(MODE) --subject $(SUBJECT)
+	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS) --mode $(MODE) --subject $(SUBJECT) --result $(RESULTS)/soak.json
 
 # Runs all scripts of tests/plain_loop on 1 to 4 processes, and under exact on up to 8; PLAIN_LOOP="NAME" runs one.
 plain-loop: .venv/.installed
