@@ -9,7 +9,7 @@ import pytest
 
 from helpers.recorded import count_calls
 from helpers.system import Done, Running, events, here, last_saved, state_of, steps_saved, weights
-from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.durable_files import write_atomically
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 BLOCKING = ("loss.name=helpers.recorded:blocking_in_evaluation",)

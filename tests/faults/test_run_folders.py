@@ -16,7 +16,7 @@ from helpers.fault_cases import in_step
 from helpers.permissions import without_access
 from helpers.surroundings import RecordFault, nothing_left_behind, require_bounded, require_single_report, wait_for_end
 from helpers.system import Running, events, here, last_saved, steps_saved, tree, weights
-from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.durable_files import write_atomically
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.errors import RunError, RunMovedError

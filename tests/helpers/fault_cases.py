@@ -11,7 +11,7 @@ from pathlib import Path
 
 from helpers.started import as_torchrun, free_port
 from helpers.system import Running, flip_bit, last_saved, steps_saved
-from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.durable_files import write_atomically
 
 TESTS = Path(__file__).parents[1]
 RECIPE = TESTS / "helpers" / "faulty.yaml"

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import pytest
 
-from samestep.checkpoint.files import linked_name
+from samestep.checkpoint.durable_files import linked_name
 from samestep.cli.main import main
 
 TESTS = Path(__file__).parents[1]

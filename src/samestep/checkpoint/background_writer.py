@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from samestep.checkpoint.files import Contents
+from samestep.checkpoint.durable_files import Contents
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.disk_operations import disk_operations

@@ -28,6 +28,7 @@ from samestep.checkpoint.contents import (
     Training,
     invalid_contents,
 )
+from samestep.checkpoint.durable_files import Contents, pieces
 from samestep.checkpoint.encoding import (
     EXTRA_STATE,
     Tensors,
@@ -39,7 +40,6 @@ from samestep.checkpoint.encoding import (
     replay_schedule,
     require_loadable,
 )
-from samestep.checkpoint.files import Contents, pieces
 from samestep.checkpoint.resume_changes import (
     attributes_of,
     changed_keys,

@@ -22,7 +22,7 @@ from typing import Annotated
 from annotated_types import Len
 
 from samestep.checkpoint.contents import Count, SavedState, Strict, invalid_contents, parse
-from samestep.checkpoint.files import (
+from samestep.checkpoint.durable_files import (
     Contents,
     disk_errors,
     link_name,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from samestep.checkpoint.files import replacing
+from samestep.checkpoint.durable_files import replacing
 from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import LaunchOptions, LoaderOptions, gpu_names
 from samestep.cli.options import (

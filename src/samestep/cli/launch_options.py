@@ -35,9 +35,10 @@ from samestep.distributed.launcher_variables import Rendezvous
 from samestep.distributed.logging import logger
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, RunError, SamestepError
-from samestep.launcher.failure import Failure, RankError, RestartPolicy
+from samestep.launcher.failure import Failure, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, launch, run_workers
 from samestep.launcher.pickling import ByName
+from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.launcher.worker import exit_process
 from samestep.units import parse_duration, plural

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-from samestep.checkpoint.files import replacing
+from samestep.checkpoint.durable_files import replacing
 from samestep.cli.commands import PRELOAD
 from samestep.cli.options import (
     JsonOption,

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from copy import copy
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from operator import index as as_index
 from typing import Any, get_args
 
@@ -24,20 +20,14 @@ from samestep.data.order import (
     resolve_order,
 )
 from samestep.data.sample_reader import set_epoch
+from samestep.data.samplers import Sampler, draw, require_equal_on_other_ranks, sampler_error
 from samestep.data.streams import StreamDataset
-from samestep.distributed.device_reads import device_reads
-from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
-from samestep.launcher.process_state import process_state
 from samestep.microbatches import Cursor, require_integer, require_position
 
 # Function of (seed, epoch), or a sampler of torch. Yields indices, or lists of indices as a batch
 # sampler.
-Sampler = Callable[[int, int], Iterable[Any]] | Iterable[Any]
 
-_LIBRARIES = ("builtins", "numpy", "random", "torch")
-_PLAIN = (int, float, str)
-_MOST_DRAWN = 2**20  # in an epoch of a small data set
 _EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
     "sampler": ("shuffle", "lengths", "order"),
     "batch_sampler": ("sampler", "shuffle", "lengths", "batch_size", "drop_last", "order"),
@@ -86,7 +76,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         batch_size = options["batch_size"]
         if self._draws_batches:
             self._sampler = options["batch_sampler"]
-            first = next(iter(_draw(options["batch_sampler"], dataset, self.seed, epoch=0)), ())
+            first = next(iter(draw(options["batch_sampler"], dataset, self.seed, epoch=0)), ())
             batch_size = len(first)
         self.batch_size = require_integer("batch_size", batch_size, at_least=1, example=64)
         self._shuffle = bool(options["shuffle"])
@@ -106,7 +96,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         self.cursor = Cursor()
         self.samples_of(0)
         if self._sampler is not None:
-            _require_equal_on_other_ranks(self._sampler, dataset, self.seed)
+            require_equal_on_other_ranks(self._sampler, dataset, self.seed)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
@@ -191,14 +181,14 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         """Return the indices of a sampler.
 
         Raises:
-            InputError: `_draw` fails, batches differ in size, or an index is not that of a sample.
+            InputError: `draw` fails, batches differ in size, or an index is not that of a sample.
         """
-        drawn = _draw(sampler, self._dataset, self.seed, epoch)
+        drawn = draw(sampler, self._dataset, self.seed, epoch)
         if self._draws_batches:
             sizes = [len(batch) for batch in drawn]
             is_last_valid = 0 < sizes[-1] <= self.batch_size
             if any(size != self.batch_size for size in sizes[:-1]) or not is_last_valid:
-                raise _sampler_error(
+                raise sampler_error(
                     f"the batch sampler yields batches of {min(sizes)} to {max(sizes)} samples",
                     "global batches of one size; only the last one can have fewer samples",
                     "samestep.loader(DataLoader(dataset, batch_sampler=...)), which has batches of "
@@ -208,13 +198,13 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         try:
             order = numpy.fromiter(map(as_index, drawn), dtype=numpy.int64)
         except TypeError as error:
-            raise _sampler_error(
+            raise sampler_error(
                 f"the sampler yields a {type(drawn[0]).__name__} in place of an index",
                 "indices of samples",
                 "pass a sampler that yields lists of indices as batch_sampler=",
             ) from error
         if order.size and not 0 <= order.min() <= order.max() < len(self._dataset):
-            raise _sampler_error(
+            raise sampler_error(
                 f"the sampler yields indices from {order.min()} to {order.max()}",
                 f"indices from 0 to {len(self._dataset) - 1}, those of the samples of the dataset",
                 "create the sampler from the dataset of the loader",
@@ -274,155 +264,3 @@ def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
         if one in present and other is not None:
             problem = f"{one} and {other} of a loader exclude each other"
             raise InputError(problem, "one of them", f"leave out {other}", code="E_LOADER")
-
-
-def _draw(sampler: Sampler, dataset: Any, seed: int, epoch: int) -> list[Any]:
-    """Return all that a sampler yields in one epoch, a function of seed and epoch on every rank.
-
-    A function is called with seed and epoch. Another sampler is copied, so that no draw depends on
-    earlier ones. Its generators and the global ones are seeded, and `set_epoch` is called if it has
-    one.
-
-    Raises:
-        InputError: the sampler divides the data among ranks, or depends on earlier draws.
-    """
-    with preserved_generators():
-        state = derive_seed("order", seed, epoch)
-        seed_generators(state)
-        if not isinstance(sampler, Iterable):
-            return _listed(sampler(seed, epoch), len(dataset))
-        fresh = _fresh_sampler(sampler, dataset, state)
-        has_epoch = callable(getattr(fresh, "set_epoch", None))
-        if has_epoch:
-            fresh.set_epoch(epoch)
-        attributes = getattr(fresh, "__dict__", {})
-        # Not those that it makes while it draws, such as the batches of the epoch for `__len__`.
-        values = list(attributes.values())
-        before = _plain(attributes), _content(values, {id(dataset)})
-        drawn = _listed(fresh, len(dataset))
-        after = _plain(attributes), _content(values, {id(dataset)})
-        if fresh is not sampler and not has_epoch and after != before:
-            raise _sampler_error(
-                f"the sampler {type(sampler).__name__} changes while it draws: "
-                "an epoch depends on earlier ones",
-                "an order that is a function of seed and epoch: a resumed run must have the same",
-                "pass sampler=lambda seed, epoch: ..., or give the sampler a method "
-                "set_epoch(epoch)",
-            )
-        return drawn
-
-
-def _listed(drawn: Iterable[Any], samples: int) -> list[Any]:
-    """Return what a sampler yields in an epoch of a data set with `samples` samples."""
-    most = max(_MOST_DRAWN, 100 * samples)
-    if isinstance(drawn, Sized):
-        most = max(most, len(drawn))
-    collected = list(islice(drawn, most + 1))
-    if len(collected) > most:
-        raise _sampler_error(
-            f"the sampler yields more than {most:,} indices of {samples:,} samples",
-            "a sampler whose epochs end",
-            "end its iteration after one epoch: the loop over epochs is that of the script",
-        )
-    return collected
-
-
-def _require_equal_on_other_ranks(sampler: Sampler, dataset: Any, seed: int) -> None:
-    """Require that a sampler of the script draws the same in a world of another size."""
-    world = process_state.world
-    if world is None or type(sampler).__module__.startswith("torch."):
-        return
-    drawn = list(map(repr, _draw(sampler, dataset, seed, epoch=0)))
-    size = world.size
-    try:
-        object.__setattr__(world, "size", size + 1)  # it is frozen; no other code runs meanwhile
-        other = list(map(repr, _draw(sampler, dataset, seed, epoch=0)))
-    finally:
-        object.__setattr__(world, "size", size)
-    if other != drawn:
-        raise _sampler_error(
-            f"the sampler draws other indices with {size + 1} processes than with {size}",
-            "an order that does not depend on the number of processes",
-            "leave world.size out of the sampler: the loader divides each global batch",
-        )
-
-
-def _fresh_sampler(sampler: Any, dataset: Any, seed: int) -> Any:
-    """Return a copy of a sampler with copied containers and seeded generators."""
-    if getattr(sampler, "num_replicas", None) is not None:
-        raise _sampler_error(
-            f"{type(sampler).__name__} divides the data among ranks",
-            "a sampler of global indices, the same on every rank: the loader divides each global "
-            "batch",
-            "leave the sampler out and pass shuffle=True; set_epoch is not needed either",
-        )
-    if isinstance(sampler, Iterator) and not isinstance(sampler, torch.utils.data.Sampler):
-        raise _sampler_error(
-            f"the sampler is an iterator ({type(sampler).__name__}), which yields indices once",
-            "indices for each epoch",
-            "pass a list, a sampler of torch, or sampler=lambda seed, epoch: ...",
-        )
-    if not hasattr(sampler, "__dict__"):  # such as a list or a range
-        return sampler
-    # Not a deep copy, because attributes can be large, such as the data sets of a `ConcatDataset`.
-    fresh = copy(sampler)
-    for name, value in vars(sampler).items():
-        vars(fresh)[name] = _fresh(value, dataset, seed)
-    return fresh
-
-
-def _fresh(value: Any, dataset: Any, seed: int) -> Any:
-    fresh = value  # also the dataset, and objects that are no containers
-    if isinstance(value, torch.utils.data.Sampler):
-        fresh = _fresh_sampler(value, dataset, seed)
-    elif isinstance(value, torch.Generator):
-        fresh = torch.Generator(value.device).manual_seed(seed)
-    elif isinstance(value, numpy.random.Generator):
-        fresh = numpy.random.Generator(type(value.bit_generator)(seed))
-    elif isinstance(value, numpy.random.RandomState):
-        fresh = numpy.random.RandomState(seed % 2**32)
-    elif isinstance(value, random.Random):
-        fresh = random.Random(seed)
-    elif isinstance(value, torch.Tensor):
-        fresh = value.clone()
-    elif value is not dataset and isinstance(value, numpy.ndarray | list | dict):
-        fresh = copy(value)
-        if isinstance(fresh, dict):
-            fresh.update({key: _fresh(item, dataset, seed) for key, item in fresh.items()})
-        elif isinstance(fresh, list) and not all(isinstance(item, int) for item in fresh):
-            fresh[:] = [_fresh(item, dataset, seed) for item in fresh]
-    return fresh
-
-
-def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
-
-
-def _content(value: Any, seen: set[int]) -> int:
-    """Return a hash of a value of a sampler. Orders do not count: a list can be shuffled in place.
-
-    Objects count with their attributes, but not those of libraries, such as generators.
-    """
-    if isinstance(value, torch.Tensor):
-        value = device_reads.copy(value.detach()).numpy()
-    if isinstance(value, numpy.ndarray) and value.dtype != object:
-        return hash(numpy.sort(value, axis=None).tobytes())
-    if isinstance(value, _PLAIN):
-        return hash((type(value), value))
-    if id(value) in seen or isinstance(value, torch.utils.data.Dataset):
-        return 0
-    seen.add(id(value))
-    parts: Iterable[Any] = ()
-    if isinstance(value, list | tuple | set | deque):
-        parts = value
-    elif isinstance(value, dict):
-        parts = value.values()
-    elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
-        parts = getattr(value, "__dict__", {}).values()
-    if {*map(type, parts)} <= {*_PLAIN}:  # mostly many indices
-        return sum(map(hash, zip(parts)))
-    return sum(_content(part, seen) for part in parts)
-
-
-def _sampler_error(value: str, expected: str, fix: str) -> InputError:
-    return InputError(value, expected, fix, code="E_LOADER")

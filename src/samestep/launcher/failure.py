@@ -22,7 +22,6 @@ from samestep.distributed.torch_errors import (
 from samestep.errors import (
     EXIT_FAILED,
     EXIT_STOPPED,
-    InputError,
     PeerLostError,
     SamestepError,
     bounded,
@@ -32,7 +31,6 @@ from samestep.errors import (
     message_of,
     printable,
 )
-from samestep.units import plural
 
 _SIGNAL_FIXES = {
     "SIGKILL": "look for an out-of-memory kill in the system log",
@@ -53,7 +51,6 @@ _PASSED = tuple(
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
 # Failures that recur because the same state produces them again; and a device with wrong results,
 # because the newest checkpoint may contain some.
-_PERMANENT = ("NonFiniteError", "CheckpointWriteError")
 E_DISK_HANG = "E_DISK_HANG"
 # Exit code of a process that launches while it imports the script, before it has a channel.
 EXIT_UNGUARDED = 87
@@ -267,60 +264,6 @@ class StoppedError(SamestepError):
 
     exit_code = EXIT_STOPPED
     default_code = "E_STOPPED"
-
-
-class RestartPolicy:
-    """Whether a failed run is restarted, at most `limit` times, and on how many ranks."""
-
-    def __init__(self, limit: int, minimum: int, maximum: int) -> None:
-        if limit < 0:
-            raise InputError(
-                f"--max-restarts {limit}", "0 or more", "--max-restarts 3", code="E_LAUNCH"
-            )
-        if not 1 <= minimum <= maximum:
-            value = f"--processes {minimum}:{maximum}"
-            raise InputError(value, "1 <= MIN <= MAX", "--processes 1:4", code="E_LAUNCH")
-        self._limit = limit
-        self._done = 0
-        self._minimum = minimum
-        self._maximum = maximum
-        self.processes = maximum
-        self._last: tuple[str | None, int] | None = None
-
-    @property
-    def is_short(self) -> bool:
-        """Whether there are fewer ranks than initially; all return at the next checkpoint."""
-        return self.processes < self._maximum
-
-    def restart(self, error: RankError, step: int) -> str | None:
-        """Record a restart and return a message; None if the run must not be restarted.
-
-        A lost rank (killed or hanging) is dropped down to the minimum. An exception after the same
-        number of completed optimizer steps twice is taken for permanent.
-        """
-        failure = error.failure
-        is_lost = failure.by_signal is not None or failure.kind == "hang"
-        is_repeated = not is_lost and self._last == (failure.kind, step)
-        is_permanent = (
-            failure.exit_code != EXIT_FAILED
-            or failure.kind in _PERMANENT
-            or failure.code == E_DISK_HANG
-            or is_repeated
-        )
-        if is_permanent or error.is_stopping or self._done >= self._limit:
-            return None
-        self._last = (failure.kind, step)
-        self._done += 1
-        self.processes = max(self._minimum, self.processes - is_lost)
-        return (
-            f"restart {self._done} of {self._limit}, on {plural(self.processes, 'process')}: "
-            f"{failure.title}"
-        )
-
-    def grow(self) -> str:
-        """Return to the initial number of ranks; return a message for the user."""
-        self.processes = self._maximum
-        return f"checkpoint written: continuing on {plural(self.processes, 'process')}"
 
 
 def _trace(error: BaseException) -> str:

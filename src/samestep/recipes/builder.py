@@ -39,7 +39,6 @@ from samestep.global_view import parallel, world_of_process
 from samestep.launcher.process_state import process_state
 from samestep.loading import loader
 from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, build_metrics
-from samestep.recipes.driver import Driver
 from samestep.recipes.loss import LossFunction, RecipeLoss
 from samestep.recipes.models import (
     check_same_weights,
@@ -58,6 +57,7 @@ from samestep.recipes.optimizers import (
 )
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed
+from samestep.recipes.training_step import Driver
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
 from samestep.zoo.masks import resolve_foreground_weight

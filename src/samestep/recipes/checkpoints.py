@@ -26,9 +26,9 @@ from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import RunLogger
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import Built
-from samestep.recipes.driver import StepResult
 from samestep.recipes.optimizers import apply_schedule
 from samestep.recipes.recipe_files import recipe_data
+from samestep.recipes.training_step import StepResult
 from samestep.units import plural
 
 _REMEMBERED_SAVES = 8

@@ -18,8 +18,8 @@ from samestep.loggers.rank_monitor import RankProgress
 from samestep.microbatches import Cursor
 from samestep.recipes.builder import Built
 from samestep.recipes.checkpoints import RecipeCheckpoints
-from samestep.recipes.driver import StepResult
 from samestep.recipes.samples import RecipeBatch, complete_epoch
+from samestep.recipes.training_step import StepResult
 from samestep.units import format_bytes, plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them

@@ -21,9 +21,9 @@ from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.metrics import MAX_CLASSES, ConfusionMatrix, LossMetric, Metric
 from samestep.metrics.overlays import is_image, is_segmentation, write_overlays, write_pictures
 from samestep.recipes.builder import TASKS, Built, build_model, find, without_pretrained
-from samestep.recipes.driver import autocast, call_model
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import complete_epoch
+from samestep.recipes.training_step import autocast, call_model
 from samestep.session import start
 from samestep.zoo.options import call, takes
 from samestep.zoo.splits import Answer, Task

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from samestep.checkpoint.contents import validator_of
-from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.durable_files import write_atomically
 from samestep.config import Recipe
 from samestep.config.key_suggestions import did_you_mean, nearest_path
 from samestep.distributed.disk_operations import read_small

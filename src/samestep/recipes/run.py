@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from samestep.checkpoint.files import unsupported_features
+from samestep.checkpoint.durable_files import unsupported_features
 from samestep.checkpoint.folder_lock import FolderLock
 from samestep.checkpoint.state import load_model
 from samestep.checkpoint.store import CheckpointFolder

@@ -21,7 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.files import replacing
+from samestep.checkpoint.durable_files import replacing
 from samestep.config import Recipe
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import state_folder

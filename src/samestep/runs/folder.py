@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.durable_files import write_atomically
 from samestep.checkpoint.folder_lock import LOCK, FolderLock
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import DEFAULT_KEEP, LOGGERS

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.checkpoint.files import write_atomically
+from samestep.checkpoint.durable_files import write_atomically
 from samestep.data.own_rows import OwnRows
 from samestep.distributed.collective_check import Line
 from samestep.distributed.logging import logger

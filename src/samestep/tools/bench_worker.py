@@ -13,8 +13,8 @@ from samestep.config import RunOptions
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.recipes.builder import Built, build, start_world
-from samestep.recipes.driver import Driver
 from samestep.recipes.predict import evaluated
+from samestep.recipes.training_step import Driver
 from samestep.tools.bench import WARMUP_STEPS, Contender, Timing, Trained
 from samestep.tools.ranks import StopRequested, endless, train, wait_for_all
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import psutil
 from packaging.requirements import Requirement
 
-from samestep.checkpoint.files import unsupported_features
+from samestep.checkpoint.durable_files import unsupported_features
 from samestep.config import DeviceKind
 from samestep.distributed.devices import ACCELERATOR, accelerator_module
 from samestep.distributed.env import SHARE_GPU, relevant_variables

@@ -14,9 +14,9 @@ from torch import nn
 from samestep.config import Recipe
 from samestep.data.batch import map_tensors, tensors_of
 from samestep.errors import InputError, RunError
-from samestep.recipes.driver import as_arguments, call_model
 from samestep.recipes.predict import build_task, trained_model
 from samestep.recipes.recipe_files import DatasetInfo
+from samestep.recipes.training_step import as_arguments, call_model
 from samestep.session import start
 
 _ROWS = 2  # exporters treat a dimension of size 1 as a constant

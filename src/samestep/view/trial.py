@@ -29,8 +29,8 @@ from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operation
 from samestep.view.recomputation import checkpointing_off
 from samestep.view.slots import ModuleState
+from samestep.view.trial_comparison import Verdict, rows_factor
 from samestep.view.trial_run import Change, Run, Setting
-from samestep.view.verdict import Verdict, rows_factor
 
 # Rows of the parts; with little memory, or if a single row fails, as in batch norm, other ones.
 # Three parts, since a quotient of two parts can be their mean by chance.

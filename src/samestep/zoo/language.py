@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.checkpoint.files import replacing
+from samestep.checkpoint.durable_files import replacing
 from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
 from samestep.data.stream_formats import TokenFiles
 from samestep.data.streams import DEFAULT_WINDOW, StreamDataset

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from samestep.checkpoint.files import replacing
+from samestep.checkpoint.durable_files import replacing
 from samestep.distributed.disk_operations import disk_operations, read_small
 from samestep.distributed.env import cache_folder
 from samestep.errors import RunError

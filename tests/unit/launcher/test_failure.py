@@ -14,7 +14,8 @@ from samestep.distributed import torch_errors
 from samestep.distributed.devices import GpuMemory
 from samestep.distributed.torch_errors import FRAGMENTS_FIX, GPU_MEMORY_FIXES, MEMORY_FIX
 from samestep.errors import InputError, NonFiniteError, PeerLostError
-from samestep.launcher.failure import Failure, RankError, RestartPolicy, first_cause
+from samestep.launcher.failure import Failure, RankError, first_cause
+from samestep.launcher.restarts import RestartPolicy
 from samestep.session import start
 
 

@@ -14,9 +14,9 @@ from samestep.distributed.rng import derive_seed, seed_generators
 from samestep.distributed.world import World
 from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError, NonFiniteError
 from samestep.recipes.builder import Built, build
-from samestep.recipes.driver import AveragedWeights
 from samestep.recipes.predict import evaluated
 from samestep.recipes.recipe_files import load_recipe, read_recipe
+from samestep.recipes.training_step import AveragedWeights
 
 SMALL = ("data.options.shift=0", "model.options.width=4", "batch_size=128", "optimizer.options.lr=0.1")
 
