@@ -91,7 +91,7 @@ def attribute_changes(saved: Mapping[str, Any], objects: Mapping[str, Any]) -> I
     current = attributes_of(objects)
     for name, before in saved.items():
         if name in current and before != current[name]:
-            yield f"{name} is {current[name]}, and was saved as {before}"
+            yield f"{name} is {current[name]}, and was {before} when saved"
 
 
 def setting_changes(

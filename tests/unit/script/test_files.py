@@ -624,7 +624,7 @@ def test_large_content_that_rank_0_never_writes_is_an_error_with_the_line(waits:
     first, *others = on_ranks(body, tmp_path)
     assert first == waits
     for text in others:
-        assert "test_durable_files.py:" in text
+        assert "test_files.py:" in text
         assert "own.bin is read, but its content is gone or was never written by rank 0 [E_SCRIPT_FILES]" in text
 
 
