@@ -33,7 +33,7 @@ _RECIPES = ", ".join(recipe_summaries())
 TRUST = "import the code that the recipe of the run names (docs/security.md)"
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 # Options without a meaning for a script.
-_OF_RECIPES = (*("strategy", "mesh", "per_device_batch_size", "accumulate", "workers"),)
+_OF_RECIPES = ("strategy", "mesh", "per_device_batch_size", "accumulate", "workers")
 
 
 # --- declarations of options ---
