@@ -152,15 +152,14 @@ def _require_tasks(needed: int, ranks: str) -> None:
     Limits of the account, of a control group and of a service are not compared: all of them count
     what else runs.
     """
-    gate = _thread.allocate_lock()
+    end = threading.Event()
     before = threading.stack_size(_TASK_STACK_BYTES)
     started = 0
     try:
-        with gate:
-            # `threading.Thread` would wait for each of them, which takes ten times as long.
-            while started < needed:
-                _thread.start_new_thread(_pass, (gate,))
-                started += 1
+        # `threading.Thread` would wait for each of them, which takes ten times as long.
+        while started < needed:
+            _thread.start_new_thread(end.wait, ())
+            started += 1
     except RuntimeError as error:
         raise _machine_error(
             f"only {plural(started, 'more process')} or threads can start here (ulimit -u)",
@@ -169,11 +168,7 @@ def _require_tasks(needed: int, ranks: str) -> None:
         ) from error
     finally:
         threading.stack_size(before)
-
-
-def _pass(gate: _thread.LockType) -> None:
-    with gate:
-        pass
+        end.set()
 
 
 def use_short_temporary_folder() -> None:
