@@ -25,7 +25,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -345,13 +345,12 @@ def intercept_all(before: Callable[[], None]) -> ExitStack:
     Scripts import its functions by name, so a private helper that all of them call is replaced.
     """
     stack = ExitStack()
+    helpers: list[tuple[ModuleType, str]] = [(dist.distributed_c10d, "_rank_not_in_group")]
     functional = sys.modules.get("torch.distributed._functional_collectives")  # slow to import
-    for module, helper in (
-        (dist.distributed_c10d, "_rank_not_in_group"),
-        (functional, "_resolve_group"),
-    ):
-        if module is None:
-            continue
+    if functional is not None:
+        name = "_resolve_group" if hasattr(functional, "_resolve_group") else "_resolve_group_name"  # torch < 2.13
+        helpers.append((functional, name))
+    for module, helper in helpers:
         original = getattr(module, helper)
 
         def checked(*arguments: Any, original: Callable[..., Any] = original) -> Any:
