@@ -348,7 +348,9 @@ def intercept_all(before: Callable[[], None]) -> ExitStack:
     helpers: list[tuple[ModuleType, str]] = [(dist.distributed_c10d, "_rank_not_in_group")]
     functional = sys.modules.get("torch.distributed._functional_collectives")  # slow to import
     if functional is not None:
-        name = "_resolve_group" if hasattr(functional, "_resolve_group") else "_resolve_group_name"  # torch < 2.13
+        name = "_resolve_group"
+        if not hasattr(functional, name):  # torch < 2.13
+            name = "_resolve_group_name"
         helpers.append((functional, name))
     for module, helper in helpers:
         original = getattr(module, helper)

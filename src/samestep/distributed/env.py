@@ -274,9 +274,27 @@ def hide_ranks() -> None:
         os.environ.pop(name, None)
 
 
-def set_environment(variables: Mapping[str, str]) -> None:
-    """Set variables in this process."""
-    os.environ.update(variables)
+def set_environment(variables: Mapping[str, str | None]) -> None:
+    """Set variables in this process; those without a value are removed."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def all_variables() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def changed_variables(before: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that differ from those of `before`; None stands for removed ones."""
+    return {
+        name: os.environ.get(name)
+        for name in {*before, *os.environ}
+        if os.environ.get(name) != before.get(name)
+    }
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -25,6 +25,8 @@ import psutil
 
 from samestep.distributed.env import (
     FORK_SERVER,
+    all_variables,
+    changed_variables,
     environment_of,
     prepare_torch_environment,
     silence_torch_warnings,
@@ -50,17 +52,29 @@ _END_SECONDS = 1.0
 _END_POLL_SECONDS = 0.05
 _SHOWN_PROCESSES = 5
 _SHOWN_CHARACTERS = 60
-_marks: dict[int, str] = {}  # by process id of a server that this process has started
 
 
 @dataclass(frozen=True)
 class ForkServer:
-    """A running fork server."""
+    """A running fork server.
+
+    Attributes:
+        pid: its process id.
+        mark: text in the environment of the server, its forks, and their subprocesses; empty if
+            other code of the process has started the server.
+        environment: the variables with which it started.
+    """
 
     pid: int
-    # Text in the environment of the server, its forks, and their subprocesses; empty if other code
-    # of the process has started the server.
     mark: str
+    environment: Mapping[str, str]
+
+    def changes(self) -> dict[str, str | None]:
+        """Return the variables that the launcher has changed since the start of the server."""
+        return changed_variables(self.environment)
+
+
+_servers: dict[int, ForkServer] = {}  # that this process has started, by process id
 
 
 def start_server() -> ForkServer:
@@ -87,8 +101,8 @@ def start_server() -> ForkServer:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pid = int(server._forkserver_pid)
     if pid != running:
-        _marks[pid] = mark
-    return ForkServer(pid, _marks.get(pid, ""))
+        _servers[pid] = ForkServer(pid, mark, all_variables())
+    return _servers.get(pid, ForkServer(pid, "", {}))
 
 
 def end_orphans(server: ForkServer) -> None:

@@ -128,6 +128,7 @@ def run_workers(
         try:
             server = start_server()
             stack.callback(end_orphans, server)
+            changed = {} if own_seeds else server.changes()  # other ranks begin with all variables
             for rank in range(processes):
                 log = log_dir / f"rank-{rank}.log" if log_dir is not None and rank > 0 else None
                 worker_spec = WorkerSpec(
@@ -139,7 +140,7 @@ def run_workers(
                     log=log,
                     status_board=status_board,
                     stacks=stack.enter_context(closing(StackFile())),
-                    environment=environment or {},
+                    environment={**changed, **(environment or {})},
                     timeout=launch_config.hang_after + COLLECTIVE_MARGIN_SECONDS,
                     server=server.pid,
                 )

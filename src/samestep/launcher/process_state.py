@@ -39,7 +39,8 @@ class WorkerSpec:
     log: Path | None  # file for the output of this rank; None for the launcher's terminal
     status_board: StatusBoard
     stacks: StackFile
-    environment: Mapping[str, str]  # variables, set before other code reads the environment
+    # Variables, set before other code reads the environment; None removes one.
+    environment: Mapping[str, str | None]
     timeout: float  # default time limit of a collective, in seconds
     server: int  # process id of the fork server, the parent
     stop: StopRequest = field(default_factory=StopRequest)

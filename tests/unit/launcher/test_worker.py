@@ -37,6 +37,20 @@ def test_ranks_have_names() -> None:
     assert all("PATH=" in environment for _, environment in processes)
 
 
+def variables_here() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def test_ranks_have_the_environment_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REMOVED_LATER", "1")
+    samestep.launch(os.getpid, processes=1)  # the fork server runs from here on, if not before
+    monkeypatch.delenv("REMOVED_LATER")
+    monkeypatch.setenv("SET_LATER", "2")
+    variables = samestep.launch(variables_here, processes=1)
+    assert "REMOVED_LATER" not in variables
+    assert variables["SET_LATER"] == "2"
+
+
 def write_later(path: Path) -> None:
     time.sleep(0.5)
     path.write_text("done", encoding="utf-8")
