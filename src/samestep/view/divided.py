@@ -228,7 +228,8 @@ class DividedCall:
                 yield
 
         parts = [Part(partial(compute, number), partial(turn, number)) for number in positions]
-        results: list[OwnResult] = run_in_lockstep(parts, self._exchange)
+        threads = self._view.slice_threads
+        results: list[OwnResult] = run_in_lockstep(parts, self._exchange, threads)
         if not draws and generator_state(device) != generators:
             self._has_other_changes = True  # each slice has drawn after the one before
         # In reverse: the state after the first slice stays.

@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -65,6 +67,68 @@ class ThreadModes:
             yield
 
 
+class SliceThread(threading.Thread):
+    """Thread of one slice after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(name="slice of a call", daemon=True)
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._busy = threading.Lock()  # semaphores take several times as long
+        self.start()
+
+    def begin(self, task: Callable[[], None]) -> None:
+        """Begin a task; the one before has ended."""
+        self._busy.acquire()
+        self._tasks.put(task)
+
+    def wait(self) -> None:
+        """Wait for the end of the task."""
+        with self._busy:
+            return
+
+    def end(self) -> None:
+        """End the thread, which has no task."""
+        self._tasks.put(None)
+        self.join()
+
+    def run(self) -> None:
+        """Run tasks until the thread ends."""
+        while task := self._tasks.get():
+            task()
+            del task  # it refers to tensors
+            self._busy.release()
+
+
+class SliceThreads:
+    """Threads for the slices of calls, which wait between calls.
+
+    cuDNN keeps its plans by thread: with new threads, every convolution of every call took 2 ms to
+    select its kernel.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SliceThread] = []
+
+    def take(self) -> SliceThread:
+        """Return an idle thread, the one that has waited longest."""
+        while self._idle:
+            thread = self._idle.pop(0)
+            if thread.is_alive():  # a fork of the process has no threads
+                return thread
+        return SliceThread()
+
+    def give_back(self, thread: SliceThread) -> None:
+        """Keep a thread whose task has ended for the next call."""
+        self._idle.append(thread)
+
+    def end(self) -> None:
+        """End the threads."""
+        for thread in self._idle:
+            if thread.is_alive():
+                thread.end()
+        self._idle.clear()
+
+
 class OutOfStep(Exception):
     """The parts joined at different places."""
 
@@ -89,7 +153,7 @@ class Part:
     def __init__(
         self, compute: Callable[[Part], Any], turn: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Prepare a thread; `run_in_lockstep` starts it.
+        """Prepare a slice; `run_in_lockstep` gives it a thread.
 
         Args:
             compute: the computation. Grad mode and function modes belong to threads: it sets them
@@ -106,8 +170,7 @@ class Part:
         self.roots: list[Any] = []
         self._compute = compute
         self._turn = turn
-        # Locks that the other thread releases: semaphores take several times as long.
-        self._resumed = threading.Lock()
+        self._resumed = threading.Lock()  # the other thread releases these
         self._paused = threading.Lock()
         self._resumed.acquire()
         self._paused.acquire()
@@ -115,10 +178,13 @@ class Part:
         self.sums: Sums | None = None
         self.parts: Sequence[Part] = ()
         self._processors = torch.get_num_threads()
-        run = copy_context().run
-        self.thread = threading.Thread(
-            target=run, args=(self._run,), name="slice of a call", daemon=True
-        )
+        self._run_in_context = partial(copy_context().run, self._run)
+        self._thread: SliceThread | None = None
+
+    def begin(self, thread: SliceThread) -> None:
+        """Begin in a thread, which waits for its first turn."""
+        self._thread = thread
+        thread.begin(self._run_in_context)
 
     def join(self, compute: Joined, value: Any) -> Any:
         """Wait for all parts; return the result for this one. The first one computes it."""
@@ -164,17 +230,18 @@ class Part:
         if self.error is not None:
             raise self.error
 
-    def end(self) -> None:
-        """End the thread."""
+    def end(self, threads: SliceThreads) -> None:
+        """End the slice, and give its thread back."""
         self._ended = True
         self._resumed.release()
-        if self.thread.ident is not None:
-            self.thread.join()
+        if self._thread is not None:
+            self._thread.wait()
+            threads.give_back(self._thread)
         # All of these refer to the part: with cycles, tensors would be freed late, by the garbage
         # collector.
         self.parts = ()
         self.result = None
-        del self._compute, self._turn
+        del self._compute, self._turn, self._run_in_context
 
     def _run(self) -> None:
         self._resumed.acquire()
@@ -208,22 +275,26 @@ class AllHere:
         return total
 
 
-def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> list[Any]:
-    """Run the parts to their ends, and return their results. No thread is left, whatever happens.
+def run_in_lockstep(
+    parts: Sequence[Part], sums: Sums, threads: SliceThreads | None = None
+) -> list[Any]:
+    """Run the parts to their ends, and return their results. No part is left, whatever happens.
 
     Args:
         parts: the slices that are computed here.
         sums: sums over all slices.
+        threads: threads that are kept for the next call; without them, no thread is left.
 
     Raises:
         OutOfStep: the parts joined at different places.
         BaseException: the error of the first part that failed.
     """
+    kept = threads or SliceThreads()
     try:
         for part in parts:
             part.sums = sums
             part.parts = parts
-            part.thread.start()  # which waits for its first turn
+            part.begin(kept.take())
         while True:
             for part in parts:
                 part.advance()
@@ -234,7 +305,9 @@ def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> list[Any]:
                 raise OutOfStep("parts of the rows exchange different numbers of values")
     finally:
         for part in parts:
-            part.end()
+            part.end(kept)
+        if threads is None:
+            kept.end()
 
 
 def nodes_of(values: Any) -> set[Any]:

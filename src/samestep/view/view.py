@@ -35,6 +35,7 @@ from samestep.errors import RankDesyncError, RankMismatchError
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import RowBounds
 from samestep.view.kinds import Kind
+from samestep.view.lockstep import SliceThreads
 from samestep.view.rank_comparison import ONE_DECISION, InStep
 from samestep.view.ranks import MOST_MICROBATCHES, Action, Ranks, RowMessages, Slices, rank_bounds
 from samestep.view.region import current_region
@@ -129,6 +130,7 @@ class View:
         keeps_rows: large tensors of batches are not gathered.
         parallel_modules: modules of `samestep.parallel`, on one rank too.
         batch_decisions: how loaders read their batches, by data set.
+        slice_threads: threads for the slices of divided calls.
     """
 
     # Tests of the rules have small models and tensors.
@@ -163,6 +165,8 @@ class View:
         self._backward = -1  # task of autograd that has sent a word
         self._row_messages: dict[int, RowMessages] = {}
         self._cleanup = ExitStack()
+        self.slice_threads = SliceThreads()
+        self._cleanup.callback(self.slice_threads.end)
         if world.size > 1:
             self._cleanup.enter_context(torch_gathers())
         refuse = partial(refuse_inside, self.parallel_modules)
