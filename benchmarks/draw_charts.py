@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PICTURES = HERE.parent / "docs" / "pictures"
-GPU = RESULTS / "gpu" / "2026-11-27-NVIDIA-H200.json"
+GPU = RESULTS / "gpu" / "2026-11-28-NVIDIA-H200.json"
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728")
 WIDTHS = (7.0, 5.0, 3.0, 1.2)  # lines that cover one another stay visible
 MODELS = {

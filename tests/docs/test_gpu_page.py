@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +17,46 @@ _HEADING = "## What has run where"
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Return the contents of all files of results, the newest last."""
+    """Return the contents of all files of results, the newest first."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
-    return sorted(files, key=lambda file: (file["machine"]["date"], file["device"]))
+    return sorted(files, key=lambda file: (file["machine"]["date"], file["device"]), reverse=True)
 
 
 def table_lines(files: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a table with one row per target and one column per place; a cell has the newest file of each device."""
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    """Return a table with one row per target and one column per place; files are the newest first.
+
+    A cell has the newest verdict of each check.
+    """
+    cells: dict[tuple[str, str], list[str]] = {}
+    shown: set[tuple[str, str, str]] = set()  # by target and place
     for file in files:
         target = file.get("target", "gpu")
         place = CPU if file["device"] == "cpu" else PLACES[target]
-        cells.setdefault((target, place), {})[file["device"]] = _cell(file)
+        checks = [line for line in file["checks"] if (target, place, line["check"]) not in shown]
+        shown |= {(target, place, line["check"]) for line in checks}
+        if text := _cell(file, checks):
+            cells.setdefault((target, place), []).append(text)
     lines = [f"| | {' | '.join([CPU, *PLACES.values()])} |", f"|{'---|' * (len(PLACES) + 2)}"]
     for target, own_place in PLACES.items():
         row = [f"`make {target}`"]
         for place in (CPU, *PLACES.values()):
-            devices = cells.get((target, place), {})
+            texts = cells.get((target, place), [])
             is_possible = place in (CPU, own_place)
-            row.append("; ".join(devices.values()) or ("has not run" if is_possible else ""))
+            row.append("; ".join(texts) or ("has not run" if is_possible else ""))
         lines.append(f"| {' | '.join(row)} |")
     return lines
 
 
-def _cell(file: Mapping[str, Any]) -> str:
-    """Return the names of passed and failed checks, device and date."""
+def _cell(file: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> str:
+    """Return the names of passed and failed checks, device and date; nothing without any."""
     texts = []
     for verdict in ("pass", "fail"):
-        names = [line["check"] for line in file["checks"] if line["verdict"] == verdict]
+        names = [line["check"] for line in checks if line["verdict"] == verdict]
         if names:
             texts.append(f"{verdict}: {', '.join(f'`{name}`' for name in names)}")
-    source = [file["device"], file["machine"]["date"]]
-    if "commit" not in file:
-        source.append("before divided calls existed")
-    return f"{'; '.join(texts)} ({', '.join(source)})"
+    if not texts:
+        return ""
+    return f"{'; '.join(texts)} ({file['device']}, {file['machine']['date']})"
 
 
 def updated_page() -> str:
@@ -86,21 +92,20 @@ def test_nothing_has_run_without_files() -> None:
     assert not any("pass" in row for row in rows)
 
 
-def test_cell_has_the_newest_file_of_a_device() -> None:
+def test_cell_has_the_newest_verdict_of_each_check() -> None:
     later = {**FILE, "machine": {"date": "2026-01-03"}, "checks": FILE["checks"][:1]}
-    old = {"machine": {"date": "2025-12-31"}, "device": "B1", "checks": [{"check": "bits", "verdict": "pass"}]}
-    gpu, nccl, gpus = table_lines([old, FILE])[2:]
-    assert "| pass: `bits`, `links`; fail: `faults` (cpu, 2026-01-02) | " in gpus
+    old = {**FILE, "device": "B1", "target": "gpu", "checks": FILE["checks"][:1]}
+    gpu, nccl, gpus = table_lines([later, FILE, old])[2:]
+    assert "| pass: `bits` (cpu, 2026-01-03); pass: `links`; fail: `faults` (cpu, 2026-01-02) | " in gpus
     assert gpus.count("has not run") == nccl.count("has not run") - 1 == 1
-    assert "| pass: `bits` (B1, 2025-12-31, before divided calls existed) |" in gpu
-    assert "| pass: `bits` (cpu, 2026-01-03) |" in table_lines([FILE, later])[4]
+    assert "| pass: `bits` (B1, 2026-01-02) |" in gpu
 
 
-def test_newest_file_is_last(tmp_path: Path) -> None:
-    for name, date in (("a", "2026-01-03"), ("b", "2026-01-02")):
+def test_newest_file_is_first(tmp_path: Path) -> None:
+    for name, date in (("a", "2026-01-02"), ("b", "2026-01-03")):
         file = {**FILE, "machine": {"date": date}}
         (tmp_path / f"{name}.json").write_text(json.dumps(file), encoding="utf-8")
-    assert [file["machine"]["date"] for file in read_results(tmp_path)] == ["2026-01-02", "2026-01-03"]
+    assert [file["machine"]["date"] for file in read_results(tmp_path)] == ["2026-01-03", "2026-01-02"]
 
 
 if __name__ == "__main__":
