@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from helpers.system import environment
 from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.errors import SamestepError
 from samestep.launcher.fork_server import start_server
+from samestep.launcher.worker import end_loader_workers, exit_process
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT = 500  # seconds of a call
@@ -143,9 +143,8 @@ def _run_rank(module: Any, job: Job, rank: int, port: int, path: str) -> None:
         code = 0
     except Exception:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_loader_workers()  # those of a loop that an error has ended
+    exit_process(code)
 
 
 def _run(module: Any, job: Job) -> str:
