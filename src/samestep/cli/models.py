@@ -27,6 +27,7 @@ from samestep.cli.options import (
 )
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
+from samestep.config.validation import require_package
 from samestep.errors import EXIT_DONE, InputError
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
@@ -105,9 +106,7 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
 
     def _plan(self, restarts: int) -> RunPlan:
         if self.report is not None:
-            from samestep.metrics.class_report import require_matplotlib
-
-            require_matplotlib("confusion matrix")
+            require_package("a plot of the confusion matrix", "matplotlib", "'samestep[zoo]'")
         if self.pretrained is None:
             plan = self._plan_of_run()
         elif self.checkpoint is not None:

@@ -47,7 +47,6 @@ _NO_TERMINAL_METRICS = (
     *(*NOT_METRICS, "epochs"),
     *("is_best", "skipped_steps", "samples_per_second"),
 )
-_WANDB_PROJECT = "samestep"
 
 
 def create_loggers(
@@ -257,7 +256,7 @@ class WandbLogger(MetricLogger):
             resume = None if run_id is None else "allow"
             with write_errors(wandb.Error):
                 self._run = wandb.init(
-                    project=_WANDB_PROJECT,
+                    project="samestep",
                     name=self._directory.resolve().name,
                     dir=self._directory,
                     mode=read_wandb_mode() or "offline",

@@ -45,10 +45,10 @@ class _Status(IntEnum):
 
 def without_compiler(kind: Kind) -> AbstractContextManager[Any]:
     """Run compiled parts without the compiler, which hides their operations and random draws."""
-    stance: AbstractContextManager[Any] = nullcontext()
     if kind.is_compiled:
-        stance = torch.compiler.set_stance("force_eager")
-    return stance
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return stance
+    return nullcontext()
 
 
 class DividedCall:
@@ -113,8 +113,7 @@ class DividedCall:
     def own_results(self) -> list[OwnResult] | None:
         """Run the forward on each own slice; return None if it fails here, and let no rank wait."""
         view = self._view
-        exchanges = self._exchange.expected is None or bool(self._exchange.expected)
-        if self._strategy.exchanges_in_calls or exchanges:
+        if self._strategy.exchanges_in_calls or self._exchange.expected != ():
             view.require_same_action(view.word(Action.ENTER_CALL))
         self._call.operations = self._division.operations
         self._parameters = self._strategy.parameters(self._call)
