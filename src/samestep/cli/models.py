@@ -84,7 +84,7 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         data = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
         report: list[str] = []
         if by_class is not None and self.report is not None:
-            from samestep.metrics.class_report import write_report  # imports numpy
+            from samestep.recipes.class_report import write_report  # imports numpy
 
             report = write_report(self.report, by_class, data)
         width = max(12, *(len(name) + 2 for name in values))
