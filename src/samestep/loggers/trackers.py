@@ -3,7 +3,7 @@
 A missing package raises `InputError`.
 
 The id of a run of Weights & Biases is stored in the run directory, so that a resumed run continues
-it.
+the same one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ProgressLogger(Logger):
     """
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
-        from rich import progress  # slow: `tensorboard_command` does not need it
+        from rich import progress  # slow, and not used by `tensorboard_command`
 
         self._console = console or plain_console(stderr=True, quiet=quiet)
         self._bar = progress.Progress(
@@ -175,7 +175,7 @@ class TensorBoardLogger(MetricLogger):
     Args:
         path: log directory.
         first_step: step that the run continues after; TensorBoard hides later steps of the earlier
-            files in the directory. An event `resume` sets it too. None hides nothing.
+            files in the directory. An event `resume` sets this step too. None hides nothing.
     """
 
     def __init__(self, path: Path, first_step: int | None = None) -> None:

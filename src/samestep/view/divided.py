@@ -38,9 +38,9 @@ class _Status(IntEnum):
     OK = auto()
     FAILED = auto()
     UNKNOWN = auto()  # operations that were not tried, or changes of state that were not watched
-    OTHER_SHAPES = auto()  # outputs of its slices differ
+    OTHER_SHAPES = auto()  # outputs of own slices differ
     OTHER_NUMBERS = auto()
-    OTHER_BRANCHES = auto()  # operations of its slices differ
+    OTHER_BRANCHES = auto()  # operations of own slices differ
 
 
 def without_compiler(kind: Kind) -> AbstractContextManager[Any]:
