@@ -20,7 +20,7 @@ from samestep.view.inner import InnerSlice
 from samestep.view.kinds import Kind, numbers_hash, operations_hash
 from samestep.view.leaves import flatten
 from samestep.view.lockstep import Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
-from samestep.view.operations import Operation, Operations, has_rules
+from samestep.view.operations import RULES, Operation, Operations
 from samestep.view.ranks import Action, Slices
 from samestep.view.region import Region, inside
 from samestep.view.rows import Rows, is_large
@@ -95,7 +95,7 @@ class DividedCall:
         # Under `exact` calls are observed: code that is compiled for one number of rows has other
         # bits than that for several. Otherwise a function mode would be compiled too.
         self._known: Sequence[Operation] | None = None
-        if kind.is_compiled and not is_exact and not has_rules(kind.last):
+        if kind.is_compiled and not is_exact and RULES.keys().isdisjoint(kind.last):
             self._known = kind.last
         self._parameters: CallParameters | None = None
         self._regions: list[Region] = []
