@@ -35,7 +35,7 @@ test: lint
 test-slow: types
 	$(PYTEST) -m "slow and not long and not gpu"
 
-# Variants of other tests, which CI does not run; an hour, with Ray 20 minutes more.
+# Variants of other tests, which CI does not run; an hour.
 test-long: .venv/.installed
 	$(PYTEST) -m "long and not gpu"
 

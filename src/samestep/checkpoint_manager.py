@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -15,7 +14,6 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.background_writer import SavedCheckpoint
 from samestep.checkpoint.checksum import checksum
 from samestep.checkpoint.contents import SavedState, Training
 from samestep.checkpoint.encoding import Tensors, encode, encode_objects, require_savable
@@ -35,7 +33,7 @@ from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import StoppedLoop
-from samestep.distributed.world import Session, World, all_gather
+from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.process_state import process_state
 from samestep.metrics.metrics import BestRule, Mode
@@ -116,8 +114,10 @@ class CheckpointManager(LoopCheckpoints):
             store.hold(HeldFolder(store.path))
         process_state.source_files.note_imports()
         # No reference to this object: its lock ends with it.
-        on_saved = partial(_report, world.session)
-        super().__init__(store, loops, loaders, objects, rule, on_saved)
+        status = world.session.status
+        super().__init__(
+            store, loops, loaders, objects, rule, lambda saved: status.checkpoint_saved()
+        )
         self._settings = {
             name: settings_of(
                 training.optimizer, {"scheduler": training.scheduler, **training.named_objects}
@@ -448,10 +448,6 @@ def _require_equal_folder(folder: str, world: World) -> None:
                 expected="one folder, which rank 0 writes and all ranks read",
                 fix="a name that depends neither on the rank nor on the time",
             )
-
-
-def _report(session: Session, saved: SavedCheckpoint) -> None:
-    session.status.checkpoint_saved()
 
 
 def _plain_loops(

@@ -120,7 +120,7 @@ def init(
         run: name of a run in `runs`, or a `Path` of its directory; None writes nothing. An existing
             run is continued.
         loggers: loggers of `World.log`, used on rank 0 and closed at the end of the world. With a
-            run, they receive its events too; also `tensorboard`, `wandb` and `mlflow` by name.
+            run, they receive its events too; also `tensorboard` and `wandb` by name.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
         adopt: use the process group of another library in this process, if there is one, with its
             ranks and device; the group stays afterwards. Ranks are not watched for hangs.

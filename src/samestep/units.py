@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 from samestep.errors import InputError
 
@@ -67,8 +66,3 @@ def plural(number: int, noun: str) -> str:
         return f"1 {noun}"
     ending = "es" if noun.endswith(("s", "tch")) else "s"
     return f"{number} {noun}{ending}"
-
-
-def format_time(seconds: float) -> str:
-    """Return the local date and time of a Unix timestamp."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.system import answer, here, tree
-from samestep.metrics.class_report import class_rows
+from samestep.recipes.class_report import class_rows
 
 pytestmark = pytest.mark.slow
 

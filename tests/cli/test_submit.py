@@ -1,9 +1,7 @@
 """`samestep submit`: file, command, errors, examples of the guide, and jobs with the bits of `samestep train`."""
 
-import importlib.util
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import samestep
 from helpers.hosts import by_torchrun, ended, hosts
 from helpers.job_examples import job_examples
 from helpers.slurm import missing, slurm, slurm_cluster, wait_until
@@ -23,11 +20,9 @@ from helpers.system import events, here, weights
 from samestep.cli.main import build_parser
 
 JOB = ("digits", "--nodes", 2, "--gpus", 0, "--name", "a")
-SOURCE = Path(samestep.__file__).parent
 Captured = pytest.CaptureFixture[str]
 
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"Slurm {missing()}")
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (samestep[ray])")
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: Captured) -> None:
@@ -148,13 +143,10 @@ def test_missing_and_failing_commands_keep_the_file(
 def test_examples_of_other_systems_train() -> None:
     """Every file can be read, and its command of Samestep is one that the parser accepts."""
     examples = job_examples()
-    assert set(examples) == {"first.jobset.yaml", "first.ray.py", "first.sky.yaml", "first.dstack.yml", "first.sh"}
-    compile(examples["first.ray.py"], "first.ray.py", "exec")
-    assert "def run_rank" in (SOURCE / "integrations/ray.py").read_text(encoding="utf-8")
+    assert set(examples) == {"first.jobset.yaml", "first.sky.yaml", "first.dstack.yml", "first.sh"}
     pod = yaml.safe_load(examples["first.jobset.yaml"])["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     texts = [
         pod["spec"]["containers"][0]["args"][0],
-        re.findall('"(-m samestep .*)"', examples["first.ray.py"])[0],
         yaml.safe_load(examples["first.sky.yaml"])["run"],
         "\n".join(yaml.safe_load(examples["first.dstack.yml"])["commands"]),
         examples["first.sh"],
@@ -225,33 +217,3 @@ def test_torchrun_on_two_hosts_has_the_bits_of_one_process(tmp_path: Path, refer
     assert [result.code for result in results] == [0, 0], results
     assert weights(tmp_path / "runs/a") == reference
     assert len(list((tmp_path / "runs/a/ranks").glob("*"))) == 4
-
-
-RAY = """
-import ray, runpy, sys
-
-if __name__ == "__main__":
-    ray.init(
-        num_cpus=int(sys.argv[1]), include_dashboard=False, _node_ip_address="127.0.0.1",
-        object_store_memory=100_000_000,
-    )
-    runpy.run_path(sys.argv[2], run_name="__main__")
-"""
-
-
-@needs_ray
-@pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("cores", [2, 3])
-def test_workers_of_ray_have_the_bits_of_one_process(tmp_path: Path, reference: str, cores: int) -> None:
-    script = job_examples()["first.ray.py"].replace("/shared", str(tmp_path))
-    (tmp_path / "first.ray.py").write_text(script, encoding="utf-8")
-    (tmp_path / "local.py").write_text(RAY)
-    command = [sys.executable, "local.py", str(cores), "first.ray.py"]
-    variables = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert weights(tmp_path / "runs/first") == reference
-    assert len(list((tmp_path / "runs/first/ranks").glob("*"))) == cores

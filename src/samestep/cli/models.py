@@ -27,6 +27,7 @@ from samestep.cli.options import (
 )
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
+from samestep.config.validation import require_package
 from samestep.errors import EXIT_DONE, InputError
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
@@ -83,7 +84,7 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         data = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
         report: list[str] = []
         if by_class is not None and self.report is not None:
-            from samestep.metrics.class_report import write_report  # imports numpy
+            from samestep.recipes.class_report import write_report  # imports numpy
 
             report = write_report(self.report, by_class, data)
         width = max(12, *(len(name) + 2 for name in values))
@@ -105,9 +106,7 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
 
     def _plan(self, restarts: int) -> RunPlan:
         if self.report is not None:
-            from samestep.metrics.class_report import require_matplotlib
-
-            require_matplotlib("confusion matrix")
+            require_package("a plot of the confusion matrix", "matplotlib", "'samestep[zoo]'")
         if self.pretrained is None:
             plan = self._plan_of_run()
         elif self.checkpoint is not None:

@@ -22,7 +22,7 @@ Reduction = Literal["exact", "fast"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
-LOGGERS = ("jsonl", "tensorboard", "progress", "wandb", "mlflow")
+LOGGERS = ("jsonl", "tensorboard", "progress", "wandb")
 LOGGER_GROUP = "samestep.loggers"  # entry points of loggers in other packages
 DEFAULT_CHECKSUM_EVERY = 10
 DEFAULT_KEEP = 2

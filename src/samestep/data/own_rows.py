@@ -304,7 +304,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         statuses, lengths, counts = ([word[at] for word in words] for at in (1, 2, 3))
         if min(statuses) >= 0 and how == "check":
             _require_same_content(statuses)
-            self._decide(reading.decision, counts, ranks)
+            self._decide(reading.decision, counts)
             return reading.data
         if min(statuses) >= 0 and how != "own":
             return reading.data
@@ -335,7 +335,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
                 raise_failure(reading.failure)
         return reading.data
 
-    def _decide(self, decision: Decision | None, codes: Sequence[int], ranks: BatchRanks) -> None:
+    def _decide(self, decision: Decision | None, codes: Sequence[int]) -> None:
         assert decision is not None
         if len(set(codes)) > 1:
             reason = decision.reason or "ranks have decided differently"

@@ -318,11 +318,6 @@ def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def show_devices(names: str) -> None:
-    """Set `CUDA_VISIBLE_DEVICES` of this process, before it uses a device."""
-    os.environ[_VISIBLE] = names
-
-
 @contextmanager
 def visible_devices_kept(report: Callable[[str | None], None]) -> Iterator[None]:
     """Ignore changes of CUDA_VISIBLE_DEVICES in the block, after `report(value or None)`."""

@@ -49,8 +49,6 @@ _PASSED = tuple(
 )
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
-# Failures that recur because the same state produces them again; and a device with wrong results,
-# because the newest checkpoint may contain some.
 E_DISK_HANG = "E_DISK_HANG"
 # Exit code of a process that launches while it imports the script, before it has a channel.
 EXIT_UNGUARDED = 87

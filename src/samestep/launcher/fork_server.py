@@ -26,7 +26,6 @@ import psutil
 from samestep.distributed.env import (
     FORK_SERVER,
     all_variables,
-    changed_variables,
     environment_of,
     prepare_torch_environment,
     silence_torch_warnings,
@@ -68,10 +67,6 @@ class ForkServer:
     pid: int
     mark: str
     environment: Mapping[str, str]
-
-    def changes(self) -> dict[str, str | None]:
-        """Return the variables that the launcher has changed since the start of the server."""
-        return changed_variables(self.environment)
 
 
 _servers: dict[int, ForkServer] = {}  # that this process has started, by process id

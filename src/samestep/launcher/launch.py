@@ -17,6 +17,7 @@ from typing import Any
 
 from samestep.distributed.env import (
     HASH_SEED,
+    changed_variables,
     sharing_variables,
     variables_of_subprocess,
 )
@@ -128,7 +129,8 @@ def run_workers(
         try:
             server = start_server()
             stack.callback(end_orphans, server)
-            changed = {} if own_seeds else server.changes()  # other ranks begin with all variables
+            # Ranks that the server does not fork begin with all variables.
+            changed = {} if own_seeds else changed_variables(server.environment)
             for rank in range(processes):
                 log = log_dir / f"rank-{rank}.log" if log_dir is not None and rank > 0 else None
                 worker_spec = WorkerSpec(

@@ -36,7 +36,7 @@ class Logger(Protocol):
     """
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the resolved recipe, before the first step; subclasses may ignore it."""
+        """Log the resolved recipe, before the first step; subclasses may ignore the recipe."""
         return
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -73,8 +73,8 @@ class RunLogger:
 
     Args:
         loggers: the loggers.
-        run: run directory. After its move, removal or replacement nothing is written: TensorBoard
-            and trackers open their files by path.
+        run: run directory. After a move, removal or replacement of the directory nothing is
+            written: TensorBoard and trackers open their files by path.
     """
 
     def __init__(self, loggers: Sequence[Logger], run: HeldFolder | None = None) -> None:
@@ -117,7 +117,7 @@ class RunLogger:
         A write error is raised, or added as a note to the error of the block.
         """
         if error is not None and not is_exit(error):
-            # The error of the block is the cause: one of a logger must not take its place.
+            # The error of the block is the cause: one of a logger must not replace that.
             try:
                 self.log_event("failure", **failure_fields(error))
             except RunError as failure:

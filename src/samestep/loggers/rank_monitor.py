@@ -25,7 +25,7 @@ _JOIN_SECONDS = 5.0  # a disk that does not answer must not delay the end of a r
 
 
 class RankProgress(NamedTuple):
-    """Work of one rank; samples and seconds count from its start."""
+    """Work of one rank; samples and seconds count from the start of the rank."""
 
     step: int  # optimizer steps of the run
     samples: int  # computed by this rank

@@ -1,19 +1,18 @@
-"""Loggers by name: those for the terminal, TensorBoard, Weights & Biases and MLflow.
+"""Loggers by name: those for the terminal, TensorBoard and Weights & Biases.
 
 A missing package raises `InputError`.
 
-The id of a run is stored in the run directory, so that a resumed run continues the same run of a
-tracker.
+The id of a run of Weights & Biases is stored in the run directory, so that a resumed run continues
+the same one.
 """
 
 from __future__ import annotations
 
-import logging
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -48,12 +47,6 @@ _NO_TERMINAL_METRICS = (
     *(*NOT_METRICS, "epochs"),
     *("is_best", "skipped_steps", "samples_per_second"),
 )
-_FLUSH_SECONDS = 1.0
-_PROJECT = "samestep"  # in Weights & Biases, and the experiment in MLflow
-# Limits of one request to MLflow.
-_MAX_METRICS = 1000
-_MAX_PARAMS = 100
-_MAX_PARAM_CHARACTERS = 6000
 
 
 def create_loggers(
@@ -77,7 +70,6 @@ def create_loggers(
         "tensorboard": lambda: TensorBoardLogger(run / "tensorboard", first_step),
         "progress": lambda: ProgressLogger(quiet=quiet),
         "wandb": lambda: WandbLogger(run, resume=True),
-        "mlflow": lambda: MLflowLogger(run, resume=True),
     }
     others = [name for name in names if name not in create]
     for entry in entry_points(group=LOGGER_GROUP) if others else ():
@@ -97,7 +89,7 @@ class ProgressLogger(Logger):
     """
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
-        from rich import progress  # slow: `tensorboard_command` does not need it
+        from rich import progress  # slow, and not used by `tensorboard_command`
 
         self._console = console or plain_console(stderr=True, quiet=quiet)
         self._bar = progress.Progress(
@@ -183,7 +175,7 @@ class TensorBoardLogger(MetricLogger):
     Args:
         path: log directory.
         first_step: step that the run continues after; TensorBoard hides later steps of the earlier
-            files in the directory. An event `resume` sets it too. None hides nothing.
+            files in the directory. An event `resume` sets this step too. None hides nothing.
     """
 
     def __init__(self, path: Path, first_step: int | None = None) -> None:
@@ -225,45 +217,22 @@ def tensorboard_command(folder: Path) -> str:
     return f"{program} --logdir {shlex.quote(str(folder))}"
 
 
-class Tracker(MetricLogger):
-    """Base class of trackers, which store the id of their run in the run directory.
-
-    Args:
-        run: run directory; its name is the name of the run in the tracker.
-        name: name of the logger.
-        resume: continue the run that an earlier logger of this directory created.
-    """
-
-    def __init__(self, run: Path, name: str, *, resume: bool) -> None:
-        self._directory = run
-        self._id_path = run / name / "run-id.txt"
-        self._resume = resume
-
-    def _read_id(self) -> str | None:
-        if self._resume and self._id_path.exists():
-            return read_small(self._id_path).decode()
-        return None
-
-    def _write_id(self, run_id: str) -> None:
-        with write_errors(OSError):
-            self._id_path.parent.mkdir(exist_ok=True)
-            self._id_path.write_text(run_id, encoding="utf-8")
-
-
-class WandbLogger(Tracker):
+class WandbLogger(MetricLogger):
     """Logs metrics and the recipe to Weights & Biases.
 
     Without WANDB_MODE, the mode is offline: files are written to `wandb/` in the run directory, and
     `wandb sync` uploads them.
 
     Args:
-        run: run directory.
-        resume: continue the run of this directory.
+        run: run directory; its name is the name of the run in Weights & Biases.
+        resume: continue the run that an earlier logger of this directory created.
     """
 
     def __init__(self, run: Path, *, resume: bool = False) -> None:
         require_package("the logger wandb", "wandb", "'samestep[loggers]'")
-        super().__init__(run, "wandb", resume=resume)
+        self._directory = run
+        self._id_path = run / "wandb" / "run-id.txt"
+        self._resume = resume
         self._run: Any = None
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -281,11 +250,13 @@ class WandbLogger(Tracker):
         if self._run is None:
             import wandb
 
-            run_id = self._read_id()
+            run_id = None
+            if self._resume and self._id_path.exists():
+                run_id = read_small(self._id_path).decode()
             resume = None if run_id is None else "allow"
             with write_errors(wandb.Error):
                 self._run = wandb.init(
-                    project=_PROJECT,
+                    project="samestep",
                     name=self._directory.resolve().name,
                     dir=self._directory,
                     mode=read_wandb_mode() or "offline",
@@ -293,113 +264,7 @@ class WandbLogger(Tracker):
                     resume=resume,
                     settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
                 )
-            self._write_id(self._run.id)
+            with write_errors(OSError):
+                self._id_path.parent.mkdir(exist_ok=True)
+                self._id_path.write_text(self._run.id, encoding="utf-8")
         return self._run
-
-
-class MLflowLogger(Tracker):
-    """Logs metrics and the recipe to MLflow.
-
-    Without MLFLOW_TRACKING_URI, metrics are stored in the SQLite file `mlflow.db` in the run
-    directory. Metrics are sent about once per second.
-
-    Args:
-        run: run directory.
-        resume: continue the run of this directory.
-    """
-
-    def __init__(self, run: Path, *, resume: bool = False) -> None:
-        for package in ("mlflow", "sqlalchemy", "alembic"):
-            require_package("the logger mlflow", package, "'samestep[loggers]'")
-        super().__init__(run, "mlflow", resume=resume)
-        self._client: Any = None
-        self._run_id = ""
-        self._pending: list[Any] = []
-        self._last_flush = 0.0
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the recipe as parameters such as `optimizer.options.lr` that the run lacks."""
-        from mlflow.entities import Param
-
-        client = self._open()
-        with write_errors(_mlflow_error()):
-            known = client.get_run(self._run_id).data.params  # MLflow refuses another value
-        params = [
-            Param(key, str(value)[:_MAX_PARAM_CHARACTERS])
-            for key, value in flatten(config)
-            if key not in known
-        ]
-        self._send("params", params, _MAX_PARAMS)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
-        now = round(time.time() * 1000)
-        self._pending += [Metric(name, value, now, step) for name, value in values.items()]
-        is_due = time.monotonic() - self._last_flush > _FLUSH_SECONDS
-        if is_due or len(self._pending) >= _MAX_METRICS:
-            self._flush()
-
-    def log_event(self, event: Event) -> None:
-        super().log_event(event)
-        if event["event"] == "checkpoint":  # a run that is killed continues after this step
-            self._flush()
-
-    def close(self) -> None:
-        if self._client is not None or self._pending:
-            self._flush()
-            with write_errors(_mlflow_error()):
-                self._client.set_terminated(self._run_id)
-
-    def _flush(self) -> None:
-        self._send("metrics", self._pending, _MAX_METRICS)
-        self._pending.clear()
-        self._last_flush = time.monotonic()
-
-    def _send(self, kind: str, items: list[Any], limit: int) -> None:
-        client = self._open()
-        with write_errors(_mlflow_error()):
-            for first in range(0, len(items), limit):
-                client.log_batch(self._run_id, **{kind: items[first : first + limit]})
-
-    def _open(self) -> Any:
-        if self._client is None:
-            import mlflow
-
-            # Without notes on the creation of tables.
-            logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-            directory = self._directory.resolve()
-            uri = None
-            if not mlflow.is_tracking_uri_set():
-                uri = f"sqlite:///{directory / 'mlflow.db'}"
-            with write_errors(_mlflow_error()):
-                client = mlflow.MlflowClient(tracking_uri=uri)
-                experiment = client.get_experiment_by_name(_PROJECT)
-                if experiment is None:
-                    number = client.create_experiment(_PROJECT)
-                else:
-                    number = experiment.experiment_id
-                run_id = self._read_id()
-                if not run_id:
-                    run_id = client.create_run(number, run_name=directory.name).info.run_id
-                self._run_id = run_id
-                client.update_run(self._run_id, status="RUNNING")
-            self._write_id(self._run_id)
-            self._client = client
-        return self._client
-
-
-def _mlflow_error() -> type[Exception]:
-    from mlflow.exceptions import MlflowException
-
-    error: type[Exception] = MlflowException
-    return error
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of nested mappings."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

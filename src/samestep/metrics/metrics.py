@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -232,21 +232,6 @@ def _perplexity(loss: float) -> float:
 
 
 LOSS_METRICS: dict[str, Callable[[float], float]] = {"perplexity": _perplexity}
-
-
-class Metric(Protocol):
-    """Number over a dataset, computed batch by batch."""
-
-    name: str
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        """Add one batch."""
-
-    def compute(self) -> float:
-        """Return the value, and reset the counts."""
-
-    def reset(self) -> None:
-        """Reset the counts."""
 
 
 class LossMetric(NamedTuple):

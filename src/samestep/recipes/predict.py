@@ -17,15 +17,15 @@ from samestep.data.batch import map_tensors, move
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import set_tf32
 from samestep.errors import InputError
-from samestep.metrics.class_report import averages, class_rows
-from samestep.metrics.metrics import MAX_CLASSES, ConfusionMatrix, LossMetric, Metric
-from samestep.metrics.overlays import is_image, is_segmentation, write_overlays, write_pictures
+from samestep.metrics.metrics import MAX_CLASSES, ConfusionMatrix, CountMetric, LossMetric
 from samestep.recipes.builder import TASKS, Built, build_model, find, without_pretrained
+from samestep.recipes.class_report import averages, class_rows
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import complete_epoch
 from samestep.recipes.training_step import autocast, call_model
 from samestep.session import start
 from samestep.zoo.options import call, takes
+from samestep.zoo.overlays import is_image, is_segmentation, write_overlays, write_pictures
 from samestep.zoo.splits import Answer, Task
 
 _MAX_OVERLAYS = 16
@@ -150,7 +150,7 @@ def _model_for_inference(
             yield model, world.device
 
 
-def evaluated(built: Built, metrics: Sequence[Metric | LossMetric]) -> dict[str, float]:
+def evaluated(built: Built, metrics: Sequence[CountMetric | LossMetric]) -> dict[str, float]:
     """Return the values of an evaluation; a collective."""
     values = built.driver.evaluate(complete_epoch(built.evaluation), metrics)
     assert values is not None

@@ -24,7 +24,7 @@ from samestep.distributed.rng import derive_seed, preserved_generators, seed_gen
 from samestep.distributed.world import World
 from samestep.errors import InputError, RunError
 from samestep.global_view import any_rank, no_sync
-from samestep.metrics.metrics import Accuracy, LossMetric, Metric, channels_of
+from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, channels_of
 from samestep.microbatches import microbatch_bounds
 from samestep.recipes.loss import RecipeLoss, first_batch, non_finite_error
 from samestep.recipes.optimizers import decides_on_device, step_if
@@ -286,7 +286,7 @@ class Driver:
     def evaluate(
         self,
         batches: Iterable[RecipeBatch],
-        metrics: Sequence[Metric | LossMetric],
+        metrics: Sequence[CountMetric | LossMetric],
         *,
         until_stop: bool = False,
         is_trial: bool = False,

@@ -67,9 +67,9 @@ class SplitParameters(SavedParameters):
         yield from self._split.full_values(self.local, values)
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        part = full
-        if full.dim() == self.local[name].dim():
-            part = self._split.local_part(self.local[name], full)
+        if full.dim() != self.local[name].dim():
+            return full
+        part: torch.Tensor = self._split.local_part(self.local[name], full)
         return part
 
 

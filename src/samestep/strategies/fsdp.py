@@ -48,7 +48,7 @@ from samestep.strategies.fsdp_calls import (
     outside_inference_mode,
 )
 from samestep.view.recomputation import recomputation_inside
-from samestep.view.slots import ParameterSlots
+from samestep.view.slots import ParameterSlots, replaced
 from samestep.view.strategy import Call, CallParameters, Strategy
 
 _MAX_UNITS = 200  # each unit is one message in forward and one in backward
@@ -192,7 +192,7 @@ class Sharded(Strategy):
             for one in module.parameters():
                 if isinstance(one, DTensor):
                     mapping[one] = full(one)
-        with ParameterSlots(module).replaced(mapping):
+        with replaced(ParameterSlots(module).entries(mapping)):
             yield mapping
 
 

@@ -199,7 +199,7 @@ class Split(HubStrategy):
             for parameter in module.parameters()
             if self._stage is not None or parameter in self._places
         }
-        with ParameterSlots(module).replaced(mapping):
+        with replaced(ParameterSlots(module).entries(mapping)):
             yield mapping
 
     def full_tensor(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:

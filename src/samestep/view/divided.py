@@ -20,7 +20,7 @@ from samestep.view.inner import InnerSlice
 from samestep.view.kinds import Kind, numbers_hash, operations_hash
 from samestep.view.leaves import flatten
 from samestep.view.lockstep import Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
-from samestep.view.operations import Operation, Operations, has_rules
+from samestep.view.operations import RULES, Operation, Operations
 from samestep.view.ranks import Action, Slices
 from samestep.view.region import Region, inside
 from samestep.view.rows import Rows, is_large
@@ -38,17 +38,17 @@ class _Status(IntEnum):
     OK = auto()
     FAILED = auto()
     UNKNOWN = auto()  # operations that were not tried, or changes of state that were not watched
-    OTHER_SHAPES = auto()  # outputs of its slices differ
+    OTHER_SHAPES = auto()  # outputs of own slices differ
     OTHER_NUMBERS = auto()
-    OTHER_BRANCHES = auto()  # operations of its slices differ
+    OTHER_BRANCHES = auto()  # operations of own slices differ
 
 
 def without_compiler(kind: Kind) -> AbstractContextManager[Any]:
     """Run compiled parts without the compiler, which hides their operations and random draws."""
-    stance: AbstractContextManager[Any] = nullcontext()
     if kind.is_compiled:
-        stance = torch.compiler.set_stance("force_eager")
-    return stance
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return stance
+    return nullcontext()
 
 
 class DividedCall:
@@ -95,7 +95,7 @@ class DividedCall:
         # Under `exact` calls are observed: code that is compiled for one number of rows has other
         # bits than that for several. Otherwise a function mode would be compiled too.
         self._known: Sequence[Operation] | None = None
-        if kind.is_compiled and not is_exact and not has_rules(kind.last):
+        if kind.is_compiled and not is_exact and RULES.keys().isdisjoint(kind.last):
             self._known = kind.last
         self._parameters: CallParameters | None = None
         self._regions: list[Region] = []
@@ -113,8 +113,7 @@ class DividedCall:
     def own_results(self) -> list[OwnResult] | None:
         """Run the forward on each own slice; return None if it fails here, and let no rank wait."""
         view = self._view
-        exchanges = self._exchange.expected is None or bool(self._exchange.expected)
-        if self._strategy.exchanges_in_calls or exchanges:
+        if self._strategy.exchanges_in_calls or self._exchange.expected != ():
             view.require_same_action(view.word(Action.ENTER_CALL))
         self._call.operations = self._division.operations
         self._parameters = self._strategy.parameters(self._call)

@@ -20,7 +20,7 @@ from samestep.config.exclusions import excluded
 from samestep.errors import InputError
 from samestep.view.divided import OTHER_OPERATIONS, without_compiler
 from samestep.view.division import ComputedWhole, Division, failure, shortened
-from samestep.view.kinds import Kind, has_compiled_parts
+from samestep.view.kinds import Kind, has_compiled_parts, has_rows
 from samestep.view.leaves import flatten
 from samestep.view.operations import Operations
 from samestep.view.ranks import Action
@@ -267,7 +267,7 @@ class FirstCalls:
                     forward=call.eager,
                     divided=self.strategy.forward_of_trial(call.eager),
                     rows=call.rows,
-                    has_rows=call.cut_leaves(),
+                    has_rows=tuple(has_rows(leaf, call.rows) for leaf in call.leaves),
                 )
         except ComputedWhole as decision:
             reason = str(decision)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,6 @@ _DIMENSION_FUNCTIONS = _functions("""
     var_mean""")
 # Functions with a message, which may have the number of rows in it.
 _ASSERTIONS = frozenset({torch._assert, torch._assert_async})
-
-
-def has_rules(functions: Iterable[Operation]) -> bool:
-    """Whether a rule applies to one of the functions."""
-    return any(function in RULES for function in functions)
 
 
 def is_number(function: Callable[..., Any], result: Any) -> bool:

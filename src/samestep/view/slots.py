@@ -214,15 +214,6 @@ class ParameterSlots:
             collected.append((container, key, value, self._rebuilt(value, replacements)))
         return collected
 
-    @contextmanager
-    def replaced(self, mapping: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-        """Put other tensors in the place of the keys of `mapping` during the block.
-
-        A slot to which the block itself assigns a tensor keeps that tensor.
-        """
-        with replaced(self.entries(mapping)):
-            yield
-
     def _rebuilt(self, value: Any, replacements: Sequence[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
             index = self._index.get(id(value))

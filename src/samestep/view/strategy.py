@@ -32,7 +32,6 @@ from samestep.distributed.world import World
 from samestep.reduce.exact import ExactReduction
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import CallExchange, RowBounds, cut, enter
-from samestep.view.kinds import has_rows
 from samestep.view.leaves import flatten
 from samestep.view.operations import Operation, Operations
 from samestep.view.ranks import Ranks, Slices
@@ -90,10 +89,6 @@ class Call:
         if any(is_rows(leaf) for leaf in self.leaves):
             self.arguments, self.options = with_all_rows((self.arguments, self.options))
             self.leaves = tree_leaves((self.arguments, self.options))
-
-    def cut_leaves(self) -> tuple[bool, ...]:
-        """Return for each leaf whether its first dimension is as long as the batch."""
-        return tuple(has_rows(leaf, self.rows) for leaf in self.leaves)
 
     def own_leaves(
         self, ranks: Ranks, reduction: Reduction, is_cut: Sequence[bool]

@@ -14,13 +14,13 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from samestep.data.sample_files import fingerprint_of
-from samestep.metrics.overlays import areas, blended, class_map
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.image_files import ImageSource, as_image, open_cache, read_image
 from samestep.zoo.image_transforms import MEAN, STD
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
 from samestep.zoo.options import unusable, validated
+from samestep.zoo.overlays import areas, blended, class_map
 from samestep.zoo.splits import Splits, Task
 
 make_torchvision_importable()

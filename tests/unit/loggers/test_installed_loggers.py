@@ -26,7 +26,7 @@ def test_unknown_logger_lists_those_of_packages(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(PACKAGE))
     with pytest.raises(RecipeError, match="unknown logger 'csvv'") as error:
         RunOptions(loggers=("csvv",))
-    assert "mlflow, csv" in error.value.expected
+    assert "wandb, csv" in error.value.expected
 
 
 @pytest.mark.slow

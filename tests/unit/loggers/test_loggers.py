@@ -212,10 +212,10 @@ def test_tensorboard_drops_lost_steps_of_a_resumed_run(tmp_path: Path) -> None:
     assert scalars(tmp_path, "my/metric") == [(6, 4.0)]
 
 
-# --- Weights & Biases, MLflow ---
+# --- Weights & Biases ---
 
-# Both packages start threads and processes, and send usage statistics unless these variables are set.
-WITHOUT_TELEMETRY = {"DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+# The package starts threads and processes, and sends usage statistics unless these variables are set.
+WITHOUT_TELEMETRY = {"DO_NOT_TRACK": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
 def run_python(folder: Path, code: str, *arguments: str) -> None:
@@ -226,11 +226,10 @@ def run_python(folder: Path, code: str, *arguments: str) -> None:
 TWO_PARTS = """
 import json, sys
 from pathlib import Path
-from samestep.loggers import trackers
-cls, step, evaluation = sys.argv[1:]
-create = getattr(trackers, cls)
+from samestep.loggers.trackers import WandbLogger
+step, evaluation = sys.argv[1:]
 for resume, number in ((False, 3), (True, 4)):
-    logger = create(Path("first"), resume=resume)
+    logger = WandbLogger(Path("first"), resume=resume)
     logger.log_config({"epochs": 3, "optimizer": {"name": "sgd", "options": {"lr": 0.1}}})
     logger.log_event(json.loads(step) | {"step": number})
     logger.log_event(json.loads(evaluation) | {"step": number})
@@ -243,7 +242,7 @@ for resume, number in ((False, 3), (True, 4)):
 def test_wandb_writes_an_offline_run_and_resumes_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     (tmp_path / "first").mkdir()
-    run_python(tmp_path, TWO_PARTS, "WandbLogger", json.dumps(STEP), json.dumps(EVALUATION))
+    run_python(tmp_path, TWO_PARTS, json.dumps(STEP), json.dumps(EVALUATION))
     files = list((tmp_path / "first" / "wandb").glob("offline-run-*/run-*.wandb"))
     run_id = (tmp_path / "first" / "wandb" / "run-id.txt").read_text(encoding="utf-8")
     assert len(files) == 2
@@ -251,30 +250,6 @@ def test_wandb_writes_an_offline_run_and_resumes_it(tmp_path: Path) -> None:
     for path in files:
         content = path.read_bytes()
         assert all(text in content for text in (b"train/loss", b"evaluation/accuracy", b"my/metric", b"optimizer"))
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_mlflow_stores_metrics_and_parameters_and_resumes_the_run(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    (tmp_path / "first").mkdir()
-    run_python(tmp_path, TWO_PARTS, "MLflowLogger", json.dumps(STEP), json.dumps(EVALUATION))
-    read = """
-import json, mlflow
-client = mlflow.MlflowClient("sqlite:///first/mlflow.db")
-(run,) = client.search_runs([client.get_experiment_by_name("samestep").experiment_id])
-read = lambda name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
-history = {name: read(name) for name in run.data.metrics}
-print(json.dumps([run.info.run_name, run.info.status, run.data.params, history]), file=open("run.json", "w"))
-"""
-    run_python(tmp_path, read)
-    name, status, params, history = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
-    assert (name, status) == ("first", "FINISHED")
-    assert params == {"epochs": "3", "optimizer.name": "sgd", "optimizer.options.lr": "0.1"}
-    assert history["train/loss"] == [[3, 0.5], [4, 0.5]]
-    assert history["evaluation/accuracy"] == [[3, 0.9125], [4, 0.9125]]
-    assert len(history["my/metric"]) == 2
 
 
 # --- terminal ---

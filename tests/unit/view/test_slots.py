@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.view.slots import ModuleState, ParameterSlots
+from samestep.view.slots import ModuleState, ParameterSlots, replaced
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -32,7 +32,7 @@ def test_all_slots_of_a_tied_parameter_are_filled_and_restored() -> None:
     module = Tied()
     weight = module.embedding.weight
     other = nn.Parameter(torch.zeros(5, 3))
-    with ParameterSlots(module).replaced({weight: other}):
+    with replaced(ParameterSlots(module).entries({weight: other})):
         assert module.embedding.weight is other
         assert module.head.weight is other
         assert module.names["head"][0] is other
@@ -43,7 +43,7 @@ def test_all_slots_of_a_tied_parameter_are_filled_and_restored() -> None:
 def test_buffers_have_slots() -> None:
     module = Tied()
     scale = module.scale
-    with ParameterSlots(module).replaced({scale: torch.full((3,), 2.0)}):
+    with replaced(ParameterSlots(module).entries({scale: torch.full((3,), 2.0)})):
         assert module.scale.tolist() == [2.0] * 3
     assert module.scale is scale
 
@@ -61,7 +61,7 @@ def test_flat_weights_of_recurrent_layers_are_replaced_with_their_references(kin
     flat = module._flat_weights
     slots = ParameterSlots(module)
     mapping = {tensor: nn.Parameter(torch.zeros_like(tensor)) for tensor in slots.tensors}
-    with slots.replaced(mapping):
+    with replaced(slots.entries(mapping)):
         output, _ = module(torch.randn(5, 2, 3))
         assert module._flat_weights is flat  # not built again
         assert not output.any()
@@ -72,7 +72,7 @@ def test_flat_weights_of_recurrent_layers_are_replaced_with_their_references(kin
 def test_a_tensor_assigned_in_the_block_stays() -> None:
     module = Tied()
     new = torch.zeros(3)
-    with ParameterSlots(module).replaced({module.scale: torch.ones(3)}):
+    with replaced(ParameterSlots(module).entries({module.scale: torch.ones(3)})):
         module.scale = new
         del module.names["head"][0]
     assert module.scale is new
@@ -81,7 +81,7 @@ def test_a_tensor_assigned_in_the_block_stays() -> None:
 def test_slots_are_restored_after_an_exception() -> None:
     module = Tied()
     weight = module.head.weight
-    with pytest.raises(KeyError), ParameterSlots(module).replaced({weight: nn.Parameter(torch.zeros(5, 3))}):
+    with pytest.raises(KeyError), replaced(ParameterSlots(module).entries({weight: nn.Parameter(torch.zeros(5, 3))})):
         raise KeyError
     assert module.head.weight is weight
 

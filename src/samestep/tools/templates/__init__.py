@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 
-from samestep.units import format_bytes, format_percent, format_time
+from samestep.units import format_bytes, format_percent
 
 
 def render(template: str, **values: object) -> str:
@@ -20,5 +21,10 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(quote=shlex.quote, join_shell=shlex.join)
-    environment.filters.update(bytes=format_bytes, percent=format_percent, time=format_time)
+    environment.filters.update(bytes=format_bytes, percent=format_percent, time=_format_time)
     return environment.get_template(f"{template}.jinja").render(values) + "\n"
+
+
+def _format_time(seconds: float) -> str:
+    """Return the local date and time of a Unix timestamp."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy
 
-from samestep.config.validation import require_package
 from samestep.errors import RunError
 
 _MAX_ROWS = 40  # of a table; the file has all classes
@@ -86,15 +85,6 @@ def _shortened(name: str, length: int) -> str:
     if len(name) <= length:
         return name
     return name[: length - 1] + "…"
-
-
-def require_matplotlib(subject: str) -> None:
-    """Check early that a plot of `subject` can be drawn.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
-    require_package(f"a plot of the {subject}", "matplotlib", "'samestep[zoo]'")
 
 
 def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from samestep.metrics.class_report import class_rows, draw_confusion, table_lines
+from samestep.recipes.class_report import class_rows, draw_confusion, table_lines
 
 COUNTS = [[8, 2, 0], [1, 9, 0], [0, 0, 0]]
 NAMES = ["cat", "dog", "owl"]

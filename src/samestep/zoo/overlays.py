@@ -41,7 +41,7 @@ def areas(classes: Classes, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def blended(image: Image.Image, classes: Classes, *, is_binary: bool) -> Image.Image:
-    """Return `image` with classes `(H, W)`, scaled to its size, in color.
+    """Return `image` with classes `(H, W)` in color, scaled to the size of `image`.
 
     A single class (`is_binary`) is red. Background (0) and ignored (negative) pixels are unchanged.
     """
@@ -103,7 +103,7 @@ def write_overlays(
     targets: torch.Tensor,
     outputs: torch.Tensor,
 ) -> list[Path]:
-    """Write one PNG per sample, named by its number; ranks share the folder."""
+    """Write one PNG per sample, named by the number of the sample; ranks share the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"sample-{number:06}.png" for number in samples]
     for path, *sample in zip(paths, inputs, targets, outputs, strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from samestep.metrics.overlays import class_map, is_segmentation, overlay, write_overlays
+from samestep.zoo.overlays import class_map, is_segmentation, overlay, write_overlays
 
 
 def test_class_map_of_one_channel_and_of_several() -> None:

@@ -1,1 +1,0 @@
-"""Ranks that other libraries start."""
