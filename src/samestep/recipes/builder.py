@@ -179,6 +179,7 @@ class Built:
     cache: SampleCache | None  # cache of the samples, if the recipe has one
     cache_note: str  # announcement of the cache on rank 0; otherwise empty
     loss: NamedConfig  # with the foreground weight as a number
+    evaluation_text: Callable[[int], str] | None  # text of a validation sample
     workers: int  # loader processes of a rank
 
 
@@ -258,6 +259,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         cache=cache,
         cache_note=cache_note,
         loss=loss_config,
+        evaluation_text=splits.evaluation_text,
         workers=workers,
     )
 
