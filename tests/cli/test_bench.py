@@ -88,3 +88,14 @@ def test_invalid_input_creates_no_files(
     assert here("bench", "digits", *arguments.split(), cwd=tmp_path) == EXIT_INPUT
     assert f"[{code}]" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_learning_rate_does_not_depend_on_the_number_of_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [run_bench(capsys, tmp_path, "digits", "--lr", "--steps", 40, "--devices", count) for count in (1, 2)]
+    assert found[0]["lr"] == found[1]["lr"]
+    assert 1e-3 < found[0]["lr"] < 1
+    assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-5)
+    assert not list(tmp_path.iterdir())

@@ -121,7 +121,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str], type
     assert set(done.stdout.split()) == COMPLETIONS[typed], done.stderr
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["fish", "tcsh", "zsh"])
 def test_other_shells_get_a_completion(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     pytest.importorskip("shtab")
     text = printed(capsys, "--print-completion", shell)
@@ -129,7 +129,7 @@ def test_other_shells_get_a_completion(capsys: pytest.CaptureFixture[str], shell
 
 
 def test_unknown_shell_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--print-completion", "fish"]) == EXIT_INPUT
+    assert main(["--print-completion", "nu"]) == EXIT_INPUT
     assert "fix:      --print-completion bash" in capsys.readouterr().err
 
 

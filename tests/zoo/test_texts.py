@@ -1,6 +1,7 @@
 """Classification of texts from tables: rows, classes, splits, tokenizers, models and runs."""
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,22 @@ def test_unusable_rows_stop_the_run_or_are_skipped(tmp_path: Path, capsys: pytes
         f"{path}, line 22: the label 'maybe' is not a class",
         f"{path}, line 23: no label",
     }
+
+
+@pytest.mark.slow
+def test_report_shows_texts_with_predictions(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [(f"<b>{text}</b>", label) for text, label in sentences()])
+    train(tmp_path, 1, f"data.options.path={path}", *BAG, "epochs=1", name="a")
+    folder = tmp_path / "runs/a/evaluation"
+    assert here("eval", "a", "--report", folder, "--processes", 2, cwd=tmp_path) == EXIT_DONE
+    samples = json.loads((folder / "samples.json").read_text())
+    validation = load_texts(str(path), longest=48).evaluation
+    assert len(samples) == min(16, len(validation))  # type: ignore[arg-type]
+    assert all(sample["prediction"] in ("no", "yes") for sample in samples)
+    assert all(("good" in sample["text"]) is (sample["class"] == "yes") for sample in samples)
+    assert here("report", "a", cwd=tmp_path) == EXIT_DONE
+    page = (tmp_path / "runs/a/report.html").read_text()
+    assert page.count("<blockquote>&lt;b&gt;it was") == len(samples)
 
 
 def test_task_classifies_a_text(tmp_path: Path) -> None:

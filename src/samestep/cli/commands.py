@@ -9,7 +9,7 @@ from typing import NamedTuple
 PRELOAD = ("samestep.recipes.run", "samestep.zoo.digits")
 
 _HELP = """\
-usage: samestep [-h] [--version] [--print-completion {bash,zsh,tcsh}] COMMAND ...
+usage: samestep [-h] [--version] [--print-completion {bash,fish,tcsh,zsh}] COMMAND ...
 
 Train PyTorch models on one or many devices with the same result.
 
@@ -18,10 +18,10 @@ example: samestep train digits --processes auto
 options:
   -h, --help  print this text, or after COMMAND the options of the command
   --version   print the version
-  --print-completion {bash,zsh,tcsh}
+  --print-completion {bash,fish,tcsh,zsh}
               print the completion of a shell"""
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "fish", "tcsh", "zsh")
 _SHIPPED = Path(__file__).parents[1] / "recipes" / "shipped"
 
 

@@ -38,7 +38,7 @@ from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
 from samestep.runs import LOOP, run_folder
 from samestep.script.mode import imports_samestep
-from samestep.tools import bench
+from samestep.tools import bench, learning_rates
 from samestep.tools.launch import describe_machine
 from samestep.units import plural
 
@@ -347,12 +347,24 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         "loader processes per rank (default: depends on the cores)", "N", type=count
     )
     rounds: int = option("trials of each way, interleaved", "N", default=5)
-    steps: int = option("steps per trial, after three warm-up steps", "N", default=20)
+    steps: int | None = option(
+        "steps per trial, after three warm-up steps (default 20); of --lr (default "
+        f"{learning_rates.STEPS})",
+        "N",
+    )
+    lr: bool = option(
+        "find a learning rate instead: the loss of steps whose rate grows "
+        f"from {learning_rates.FIRST_RATE:g} to {learning_rates.LAST_RATE:g}, on the first of "
+        "--devices",
+        default=False,
+    )
     out: Path | None = option("folder for bench.json (default runs/bench-...)", "DIR")
 
     def run(self) -> int:
         """Compare and print."""
         recipe = load_resolved(self.recipe, self.overrides, self.note)
+        if self.lr:
+            return self._find_rate(recipe)
         gpus = [] if self.device == "cpu" else gpu_names()
         strategies = [parse_strategy(text) for text in self.layout]
         # `--accumulate` selects its variants also without their name.
@@ -368,7 +380,11 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         options = RunOptions(device=self.device, workers=self.workers, quiet=self.json)
         epochs = recipe.epochs if self.epochs is None else self.epochs
         plan = bench.Plan(
-            rounds=self.rounds, steps=self.steps, epochs=epochs, options=options, preload=PRELOAD
+            rounds=self.rounds,
+            steps=self.steps or bench.STEPS,
+            epochs=epochs,
+            options=options,
+            preload=PRELOAD,
         )
         with output_folder(self.out, f"bench-{Path(self.recipe).stem}") as folder:
             facts = {"recipe": recipe_data(recipe), "machine": describe_machine(gpus)}
@@ -386,6 +402,16 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         if data["complete"]:
             return EXIT_DONE
         return EXIT_STOPPED
+
+    def _find_rate(self, recipe: Recipe) -> int:
+        """Train with growing rates, and print a suggestion."""
+        options = RunOptions(device=self.device, workers=self.workers, quiet=self.json)
+        processes = self.devices[0] if self.devices else 1
+        steps = self.steps or learning_rates.STEPS
+        self.note(f"training {steps} steps with growing learning rates")
+        data = learning_rates.find(recipe, options, steps, processes, PRELOAD)
+        self.result(data, *learning_rates.lines_of(data))
+        return EXIT_DONE
 
 
 @dataclass(frozen=True, kw_only=True)

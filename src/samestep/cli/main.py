@@ -38,7 +38,12 @@ from samestep.launcher.worker import exit_process
 
 # Modules of the extra `recipes`; those of other extras are named by their users.
 _RECIPE_MODULES = frozenset(("PIL", "jinja2", "tensorboard", "torchvision", "yaml"))
-_RECIPE_NAMES = {"bash": "_samestep_recipes", "zsh": "_samestep_recipes", "tcsh": "f"}
+_RECIPE_NAMES = {
+    "bash": "_samestep_recipes",
+    "fish": "(_samestep_recipes)",
+    "tcsh": "f",
+    "zsh": "_samestep_recipes",
+}
 # Options of commands that start ranks without which none starts.
 _NO_RANKS = frozenset(("-h", "--help", "--help-all", "--print", "--schema"))
 # Commands with files as results; the result of the others is their standard output.
@@ -169,9 +174,11 @@ def _completion(shell: str) -> str:
             if action.dest == "recipe":
                 action.complete = _RECIPE_NAMES  # type: ignore[attr-defined]
     names = " ".join(recipe_summaries())
+    fish = f"printf '%s\\n' {names}; __fish_complete_path (commandline -ct)"
     preamble = {
-        "tcsh": "",
         "bash": f"_samestep_recipes() {{ compgen -W '{names}' -- $1; compgen -f -- $1; }}",
+        "fish": f"function _samestep_recipes; {fish}; end",
+        "tcsh": "",
         "zsh": f"_samestep_recipes() {{ compadd {names}; _files }}",
     }
     return str(shtab.complete(parser, shell, preamble=preamble[shell]))

@@ -179,6 +179,7 @@ class Built:
     cache: SampleCache | None  # cache of the samples, if the recipe has one
     cache_note: str  # announcement of the cache on rank 0; otherwise empty
     loss: NamedConfig  # with the foreground weight as a number
+    evaluation_text: Callable[[int], str] | None  # text of a validation sample
     workers: int  # loader processes of a rank
 
 
@@ -232,7 +233,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     model = _parallel_model(model, recipe, world)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
-    notes += apply_layer_decay(optimizer, recipe.optimizer)
+    notes += [*apply_layer_decay(optimizer, recipe.optimizer), *weight_notes]
     factor = schedule_factor(recipe.schedule, len(train), recipe.epochs)
     driver = Driver(
         model,
@@ -245,7 +246,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         prepare=splits.prepare,
         accuracies=[metric for metric in metrics if isinstance(metric, Accuracy)],
     )
-    notes += weight_notes
     return Built(
         driver=driver,
         train=train,
@@ -258,6 +258,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         cache=cache,
         cache_note=cache_note,
         loss=loss_config,
+        evaluation_text=splits.evaluation_text,
         workers=workers,
     )
 

@@ -105,7 +105,7 @@ def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str,
         fix = "free disk space, or --report with another folder"
         raise RunError(value, fix=fix, code="E_OUTPUT") from error
     files = [str(table), str(picture)]
-    if by_class["samples"]:
+    if any("text" not in sample for sample in by_class["samples"]):
         files.append(str(folder / "overlays"))
     return ["", *table_lines(rows), "", f"{'report':<12}{', '.join(files)}"]
 

@@ -28,7 +28,8 @@ from samestep.zoo.options import call, takes
 from samestep.zoo.overlays import is_image, is_segmentation, write_overlays, write_pictures
 from samestep.zoo.splits import Answer, Task
 
-_MAX_OVERLAYS = 16
+_MAX_OVERLAYS = 16  # and texts
+_MAX_TEXT = 300  # characters of a text in a report
 
 
 def trained_model(recipe: Recipe, info: DatasetInfo, checkpoint: Path) -> torch.nn.Module:
@@ -195,9 +196,9 @@ def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, A
 def _draw_samples(
     built: Built, recipe: Recipe, folder: Path, classes: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Draw the first samples of images, and return positions and predictions; a collective.
+    """Return positions and predictions of the first samples, with their texts; a collective.
 
-    File names are the positions in the evaluation data. Rank 0 writes.
+    Images are drawn. File names are the positions in the evaluation data. Rank 0 writes.
     """
     driver = built.driver
     is_main = driver.world.is_main
@@ -215,21 +216,26 @@ def _draw_samples(
             inputs, targets = driver.on_device(batch)
             outputs = driver.losses(inputs, targets)[0]
             positions = [place for place in batch.samples.tolist() if place < _MAX_OVERLAYS]
+            if built.evaluation_text is not None:  # in the order of their lengths
+                positions = batch.samples.tolist()[:_MAX_OVERLAYS]
             is_dense = is_segmentation(inputs, targets, outputs)
-            if not positions or not (is_dense or is_image(inputs, targets, outputs)):
+            is_picture = is_dense or is_image(inputs, targets, outputs)
+            if not positions or not (is_picture or built.evaluation_text is not None):
                 continue
             # On all ranks, because it gathers.
-            drawn = [tensor[: len(positions)] for tensor in (inputs, targets, outputs)]
+            true, scores = (tensor[: len(positions)] for tensor in (targets, outputs))
             if is_dense and is_main:
-                write_overlays(folder, positions, *drawn)
-            elif is_main:
-                write_pictures(folder, positions, drawn[0])
+                write_overlays(folder, positions, inputs[: len(positions)], true, scores)
+            elif is_picture and is_main:
+                write_pictures(folder, positions, inputs[: len(positions)])
             pairs: list[Sequence[int]] = [()] * len(positions)
             if not is_dense:
-                numbers = torch.stack([drawn[1], drawn[2].argmax(dim=1)], dim=1)
+                numbers = torch.stack([true, scores.argmax(dim=1)], dim=1)
                 pairs = device_reads.copy(numbers).tolist()
             for position, pair in zip(positions, pairs, strict=True):
                 texts = [names.get(number, "none") for number in pair]
                 entry = dict(zip(("class", "prediction"), texts, strict=False))
+                if built.evaluation_text is not None:
+                    entry["text"] = built.evaluation_text(position)[:_MAX_TEXT]
                 samples.append({"sample": position, **entry})
     return samples

@@ -23,6 +23,7 @@ SINGLE = "one device"
 WAYS = ("ddp", "dp", "accumulate", "bf16", "exact", "local_bn", "compression")
 DEVICES = (1, 2, 4)
 ACCUMULATE = (4,)  # parts of a batch, by default
+STEPS = 20  # of a trial, by default
 WARMUP_STEPS = 3  # of a trial, which allocate memory and select kernels
 _MAX_WIDTH = 200
 

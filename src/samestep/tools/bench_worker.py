@@ -1,4 +1,4 @@
-"""Trials of `samestep bench` on one rank: training of a variant, and times of its steps."""
+"""Trials of `samestep bench` on one rank: training of a variant, times and losses of its steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from itertools import islice
 import torch
 from torch import nn
 
-from samestep.config import RunOptions
+from samestep.config import Recipe, RunOptions
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
+from samestep.errors import NonFiniteError
+from samestep.global_view import any_rank
 from samestep.recipes.builder import Built, build, start_world
+from samestep.recipes.optimizers import apply_schedule
 from samestep.recipes.predict import evaluated
 from samestep.recipes.training_step import Driver
 from samestep.tools.bench import WARMUP_STEPS, Contender, Timing, Trained
+from samestep.tools.learning_rates import has_diverged
 from samestep.tools.ranks import StopRequested, endless, train, wait_for_all
 
 
@@ -55,6 +59,36 @@ def time_contenders(
             except StopRequested:
                 return None
     return timings
+
+
+def losses_of_rates(
+    recipe: Recipe, rates: Sequence[float], options: RunOptions
+) -> list[tuple[float, float]] | None:
+    """Train a step with each rate, until the loss diverges; return the rates with the losses.
+
+    A rate is the `lr` of the recipe: groups of parameters keep their ratios. Return None if a stop
+    was requested.
+    """
+    found: list[tuple[float, float]] = []
+    with start_world(recipe, options) as world:
+        built = build(recipe, options, world)
+        scheduler = built.driver.scheduler
+        own = float(recipe.optimizer.options.get("lr", scheduler.base_lrs[0]))
+        factors = [rate / own for rate in (*rates, rates[-1])]  # one more, after the last step
+        scheduler.lr_lambdas = [factors.__getitem__] * len(scheduler.base_lrs)
+        apply_schedule(scheduler)
+        for rate, batch in zip(rates, endless(built.train), strict=False):
+            try:
+                result = built.driver.step(batch)
+            except NonFiniteError:
+                break
+            found.append((rate, result.loss))
+            if result.skipped or has_diverged([loss for _, loss in found]):
+                found.pop()
+                break
+            if any(any_rank(world, world.stop_requested)):
+                return None
+    return found
 
 
 def _build(contender: Contender, options: RunOptions, world: World) -> Built:

@@ -170,15 +170,18 @@ def speeds(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def predictions(run: Run) -> list[dict[str, str]]:
-    """Return samples that `samestep eval --report` has drawn in the run, with PNGs in base64."""
+    """Return samples of `samestep eval --report` in the run: texts, or PNGs in base64."""
     folder = run.folder / _EVALUATION
     samples = []
     with suppress(OSError, ValueError):  # without such a folder, or damaged
         for entry in read_objects(folder / "samples.json")[:_MAX_SAMPLES]:
+            texts = {key: parse_text(entry.get(key)) for key in ("class", "prediction", "text")}
+            if texts["text"]:
+                samples.append(texts)
+                continue
             path = folder / "overlays" / f"sample-{parse_count(entry.get('sample')) or 0:06}.png"
             picture = read_small(path, _MAX_PICTURE)
             if picture.startswith(_PNG):
-                texts = {key: parse_text(entry.get(key)) for key in ("class", "prediction")}
                 samples.append({"picture": b64encode(picture).decode(), **texts})
     return samples
 

@@ -50,6 +50,7 @@ class Splits:
             without a cache.
         fingerprint: hash of the names or contents of the training samples, which a resumption
             compares; empty for data that cannot change.
+        evaluation_text: function from the index of a validation sample to its text, for reports.
     """
 
     train: SizedDataset
@@ -66,6 +67,7 @@ class Splits:
     count_foreground: Callable[[int], tuple[int, int]] | None = None
     open_cache: Callable[[Any], SampleCache] | None = None
     fingerprint: str = ""
+    evaluation_text: Callable[[int], str] | None = None
 
     @property
     def facts(self) -> dict[str, str]:

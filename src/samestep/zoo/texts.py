@@ -92,6 +92,7 @@ def load_texts(
         count_tokens=_count_tokens,
         fingerprint=fingerprint_of([row.text for row in train_rows]),
         model_options={"vocabulary": vocabulary, "padding": encoder.padding, "longest": longest},
+        evaluation_text=lambda index: validation_rows[index].text,
     )
 
 
