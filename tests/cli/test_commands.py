@@ -127,7 +127,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_epochs_are_printed_on_standard_error_and_the_summary_on_standard_output(trained: Trained) -> None:
     out, err = trained.done.out, trained.done.err
     small, evaluated, *lines = err.splitlines()
-    assert small == "DigitsNet: calls computed whole on every process: so small that messages would take longer"
+    assert small == "DigitsNet: some calls computed whole on every process: so small that messages would take longer"
     assert evaluated == "DigitsNet: calls divided between 3 processes"  # without sums of batch norm
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     evaluations = events(trained.run, "evaluation")
@@ -268,7 +268,7 @@ def one_object(out: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_json_of_train_is_one_object(tmp_path: Path) -> None:
     done = samestep("train", RECIPE, "--processes", 2, "--name", "a", "--json", cwd=tmp_path)
-    small = "Net: calls computed whole on every process: so small that messages would take longer\n"
+    small = "Net: some calls computed whole on every process: so small that messages would take longer\n"
     assert (done.code, done.err) == (0, small)
     value = one_object(done.out)
     assert value.keys() == {

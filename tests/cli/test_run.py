@@ -335,12 +335,10 @@ def test_script_that_ends_its_process(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_file_that_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "reviews.csv"
-    path.write_text("good film,1\n", encoding="utf-8")
-    assert here("run", "--processes", 1, path, cwd=tmp_path) == 1
+    path.write_text("text,label\ngood film,1\n", encoding="utf-8")
+    assert here("run", "--processes", 1, path, cwd=tmp_path) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: rank 0 failed: SyntaxError: invalid syntax")
-    assert f'File "{path}", line 1' in err
-    assert "launcher" not in err
+    assert err.startswith(f"error: {path}, line 2: invalid syntax: good film,1 [E_UNREADABLE]")
 
 
 @pytest.mark.parametrize("name", ["parts/train.py", "parts/inner/train.py", "parts/__main__.py"])
@@ -414,7 +412,7 @@ def test_summary_explains_what_was_divided_with_lines(tmp_path: Path) -> None:
         lines[2],
     )
     assert lines[3:6] == [
-        "TensorDataset: each process reads its own samples (rank 0: 112 of 192)",
+        "TensorDataset: each process reads its own samples (rank 0 read 112 of the 192 of the run)",
         "the batch size is global: 32 rows are 16 on each process; 64 would need the memory per process that 32 need "
         "on one process",
         "calls, by line of the script:",

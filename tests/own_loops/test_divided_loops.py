@@ -23,7 +23,7 @@ EPOCHS, STEPS = 3, 15
 FOLDER = Path(__file__).parent
 LOOP, FAILING, DAMAGED = (FOLDER / f"{name}_loop.py" for name in ("divided", "failing", "damaged"))
 DIVIDED = "Sequential: calls divided between {} processes\n"
-SHORT = "Sequential: calls computed whole on every process: fewer rows than ranks\n"
+SHORT = "Sequential: some calls computed whole on every process: fewer rows than ranks\n"
 LEFT = "error: rank 0 reached {} while rank 1 reached nothing further, at "
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from samestep.cli.options import (
     timed_name,
 )
 from samestep.config import StrategyConfig
-from samestep.errors import EXIT_DONE, EXIT_STOPPED
+from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.script.mode import Mode, mode_of
@@ -75,6 +76,7 @@ class Run(FaultOptions):
         """Run the script; return its exit code, or 130 after a request to stop."""
         if not self.module:
             require_file(self.script)
+            _require_syntax(self.script)
         # Before anything starts, from the source: the mode decides which options have a meaning.
         mode = mode_of(self.script, is_module=self.module, own_group=self.own_group)
         stem = self.script.name if self.module else self.script.stem
@@ -132,3 +134,18 @@ class Run(FaultOptions):
             if mode is Mode.OWN_GROUP:
                 fix = f"leave {name} out"
             raise option_conflict(f"{name} with {self.script}: {mode}", fix)
+
+
+def _require_syntax(script: Path) -> None:
+    """Compile a script, before processes start."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # shown when the script runs
+            compile(script.read_bytes(), script, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise InputError(
+            f"{script}, line {error.lineno}: {error.msg}: {line}",
+            expected="a file with Python code",
+            fix="correct the syntax of the line, or of the one before",
+            code="E_UNREADABLE",
+        ) from None

@@ -42,11 +42,9 @@ _CODE = re.compile(r" \[E_\w+\]$")
 # Code through which a call of the script passes on its way to the script's own code.
 _PASSED = tuple(
     str(Path(__file__).parents[1] / name)
-    for name in (
-        *("launcher", "script", "tools", "global_view.py"),
-        *("view/compiled.py", "view/parallel.py"),
-    )
+    for name in ("launcher", "script", "tools", "view", "global_view.py")
 )
+_PASSED_FUNCTIONS = ("_wrapped_call_impl", "_call_impl")  # of `torch.nn.Module`
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
 E_DISK_HANG = "E_DISK_HANG"
@@ -290,10 +288,15 @@ def _trace(error: BaseException) -> str:
 def _without_own_frames(error: traceback.TracebackException) -> traceback.StackSummary:
     """Return the frames of other code; of an error in the ways of calls, all from the script on."""
     frames = list(error.stack)
-    kept = [frame for frame in frames if not frame.filename.startswith(_PASSED)]
+    kept = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_PASSED) and frame.name not in _PASSED_FUNCTIONS
+    ]
     # A syntax error names the line of the script by itself.
     is_syntax_error = error.exc_type is not None and issubclass(error.exc_type, SyntaxError)
-    if not is_syntax_error and frames and frames[-1] not in kept:
+    in_torch = bool(frames) and frames[-1].name == "observe"  # a function mode calls torch
+    if not is_syntax_error and not in_torch and frames and frames[-1] not in kept:
         first = frames.index(kept[0]) if kept else 0
         kept = frames[first:]
     return traceback.StackSummary.from_list(kept)

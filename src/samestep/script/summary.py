@@ -307,7 +307,7 @@ class Summary:
         for (dataset, how), count in counts.items():
             samples = ""
             if count["needed"]:
-                samples = f" (rank 0: {count['read']:,} of {count['needed']:,})"
+                samples = f" (rank 0 read {count['read']:,} of the {count['needed']:,} of the run)"
             yield f"{dataset}: {how}{samples}"
         readings = self.readings.values()
         drawing = dict.fromkeys(one.dataset for one in readings if one.state.draws)

@@ -32,7 +32,7 @@ from samestep.view.view import ModuleSummary, View
 from samestep.view.watch import Watched, watch
 
 _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
-_WHOLE = "calls computed whole on every process: {}"
+_WHOLE = "some calls computed whole on every process: {}"
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,13 @@ def test_frames_of_the_package_are_kept_after_the_script_in_an_error_of_their_ow
     assert "test_failure.py" in text
 
 
+def test_frames_of_a_function_mode_are_left_out_after_the_script() -> None:
+    observe = of_package("def run(number):\n    def observe():\n        return 1 / number\n    return observe()\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        observe(0)
+    assert "in observe" not in Failure.of_exception(0, caught.value).text
+
+
 def test_syntax_error_without_other_frames_has_no_frames_of_the_launcher() -> None:
     run = of_package("def run(text):\n    exec(compile(text, 'script.py', 'exec'))\n")
     with pytest.raises(SyntaxError) as caught:

@@ -192,8 +192,8 @@ def test_data_that_are_read_alike_have_one_line() -> None:
     summary = Summary(dict(enumerate(readings)), size=2)
     assert list(summary.lines()) == [
         "no calls to divide: the script has called no module with parameters",
-        "Photos: each process reads its own samples (rank 0: 200 of 384)",
-        "Texts: batches read whole on every process: the data set has a memory (rank 0: 8 of 8)",
+        "Photos: each process reads its own samples (rank 0 read 200 of the 384 of the run)",
+        "Texts: batches read whole on every process: the data set has a memory (rank 0 read 8 of the 8 of the run)",
         "Photos: random numbers of a sample depend on the epoch and its index, equal on every number of processes, and "
         "are not those of plain Python",
     ]
