@@ -11,6 +11,7 @@ or a loader, divided or whole with its reason, is no alarm.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -86,16 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.false_alarms")
     parser.add_argument("kinds", nargs="*", default=KINDS, help=f"of {', '.join(KINDS)}; all if none")
     parser.add_argument("--names", default="", help="names of scripts of one kind")
-    parser.add_argument("--output", type=Path, help="JSON file, with a page in the same folder (default: print only)")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file, with a page in the same folder; other kinds in it stay (default: print)"
+    )
     options = parser.parse_args(arguments)
     names = [name for name in options.names.split(",") if name]
-    measured: dict[str, Any] = {"machine": describe_machine(), "kinds": {}, "alarms": []}
+    measured: dict[str, Any] = {"kinds": {}, "alarms": []}
+    if options.output is not None and options.output.exists():
+        measured = json.loads(options.output.read_text(encoding="utf-8"))
+    measured["machine"] = describe_machine()
     with tempfile.TemporaryDirectory(prefix="false-alarms-") as temporary:
         for kind in options.kinds:
             folder = Path(temporary) / kind
             folder.mkdir()
             runs = 0
             scripts = set()
+            measured["alarms"] = [alarm for alarm in measured["alarms"] if not alarm[0].startswith(f"{kind}/")]
             for name, processes, alarms in results(kind, names, folder):
                 scripts.add(name)
                 runs += 1
@@ -104,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     measured["alarms"].append([f"{kind}/{name}", processes, alarms[0]])
             print(f"{kind}: {len(scripts)} scripts, {runs} runs", flush=True)
             measured["kinds"][kind] = {"scripts": len(scripts), "runs": runs}
-    if options.output is not None:
-        save(options.output, measured, page(measured))
+            if options.output is not None:
+                save(options.output, measured, page(measured))
     return 3 if measured["alarms"] else 0
 
 
