@@ -23,6 +23,7 @@ from samestep.cli.options import (
     timed_name,
 )
 from samestep.config import StrategyConfig
+from samestep.distributed.standard_streams import report_line
 from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
@@ -112,6 +113,7 @@ class Run(FaultOptions):
         with output:
             result = self.launch_with_restarts(processes, attempt, log_dir=log_dir)
         if result.stop_signal is not None or result.is_stopped:
+            report_line(f"samestep: stopped on request; what {self.script} has saved stays")
             return EXIT_STOPPED
         return int(result.value or EXIT_DONE)
 
@@ -142,9 +144,8 @@ def _require_syntax(script: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # shown when the script runs
             compile(script.read_bytes(), script, "exec", dont_inherit=True)
     except SyntaxError as error:
-        line = (error.text or "").strip()
         raise InputError(
-            f"{script}, line {error.lineno}: {error.msg}: {line}",
+            f"{script}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}",
             expected="a file with Python code",
             fix="correct the syntax of the line, or of the one before",
             code="E_UNREADABLE",

@@ -89,11 +89,10 @@ def has_diverged(losses: Sequence[float]) -> bool:
 def lines_of(data: dict[str, Any]) -> list[str]:
     """Return the losses as bars, and the suggestion."""
     losses = data["losses"]
-    highest = max(losses)
     stride = math.ceil(len(losses) / _ROWS)
     lines = [f"{'lr':>10}  {'loss':>8}"]
     for rate, loss in list(zip(data["rates"], losses, strict=True))[::stride]:
-        bar = "█" * round(_BAR * max(0.0, loss) / highest)
+        bar = "█" * round(_BAR * max(0.0, loss) / max(losses))
         lines.append(f"{rate:>10.2e}  {loss:>8.4g}  {bar}")
     if data["lr"] is None:
         return [*lines, "", "no suggestion: the loss falls at no rate"]
