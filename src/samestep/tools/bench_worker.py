@@ -64,15 +64,15 @@ def time_contenders(
 def losses_of_rates(
     recipe: Recipe, rates: Sequence[float], options: RunOptions
 ) -> list[tuple[float, float]] | None:
-    """Train a step with each rate, until the loss diverges; return the rates with the losses.
+    """Train a step with each rate, until the loss diverges; return rates and losses.
 
-    A rate is the `lr` of the recipe: groups of parameters keep their ratios. Return None if a stop
-    was requested.
+    A rate is the `lr` of the recipe: groups of parameters keep their ratios. None after a stop.
     """
     found: list[tuple[float, float]] = []
     with start_world(recipe, options) as world:
         built = build(recipe, options, world)
         scheduler = built.driver.scheduler
+        assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
         own = float(recipe.optimizer.options.get("lr", scheduler.base_lrs[0]))
         factors = [rate / own for rate in (*rates, rates[-1])]  # one more, after the last step
         scheduler.lr_lambdas = [factors.__getitem__] * len(scheduler.base_lrs)
