@@ -80,6 +80,7 @@ def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
         ("--ways ddp,sync-bn", "E_VALUE"),
         ("--accumulate 0,2", "E_VALUE"),
         ("--workers -1", "E_VALUE"),
+        ("--lr --layout fsdp", "E_OPTION_CONFLICT"),
     ],
 )
 def test_invalid_input_creates_no_files(

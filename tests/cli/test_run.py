@@ -333,6 +333,13 @@ def test_script_that_ends_its_process(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith(title)
 
 
+def test_binary_file_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"PK\0\1")
+    assert here("run", "--processes", 1, path, cwd=tmp_path) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path}")
+
+
 def test_file_that_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "reviews.csv"
     path.write_text("text,label\ngood film,1\n", encoding="utf-8")

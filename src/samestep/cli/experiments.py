@@ -348,14 +348,11 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
     )
     rounds: int = option("trials of each way, interleaved", "N", default=5)
     steps: int | None = option(
-        "steps per trial, after three warm-up steps (default 20); of --lr (default "
-        f"{learning_rates.STEPS})",
+        f"steps of a trial (default {bench.STEPS}), or of --lr (default {learning_rates.STEPS})",
         "N",
     )
     lr: bool = option(
-        "find a learning rate instead: the loss of steps whose rate grows "
-        f"from {learning_rates.FIRST_RATE:g} to {learning_rates.LAST_RATE:g}, on the first of "
-        "--devices",
+        "find a learning rate instead: steps with a growing rate, on the first of --devices",
         default=False,
     )
     out: Path | None = option("folder for bench.json (default runs/bench-...)", "DIR")
@@ -405,6 +402,9 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
 
     def _find_rate(self, recipe: Recipe) -> int:
         """Train with growing rates, and print a suggestion."""
+        for name in ("layout", "accumulate", "epochs", "out"):
+            if getattr(self, name):
+                raise option_conflict(f"--{name} with --lr")
         options = RunOptions(device=self.device, workers=self.workers, quiet=self.json)
         processes = self.devices[0] if self.devices else 1
         steps = self.steps or learning_rates.STEPS

@@ -24,6 +24,7 @@ from samestep.cli.options import DeviceOption, count, option, option_conflict, p
 from samestep.config import Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
 from samestep.distributed.env import (
+    VISIBLE_DEVICES,
     read_environment,
     read_rendezvous,
     read_slurm_job,
@@ -118,7 +119,7 @@ class LaunchOptions(DeviceOption):
             raise option_conflict("--share-gpu with --device cpu")
         variables = sharing_variables(is_requested=self.share_gpu)
         if self.selected_devices:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.selected_devices)
+            variables[VISIBLE_DEVICES] = ",".join(self.selected_devices)
         return variables or None
 
     def process_range(self, recipe: Recipe | None = None) -> tuple[int, int]:

@@ -184,7 +184,7 @@ def _fix_of_argument(text: str, following: Sequence[str]) -> str:
 def parse_process_count(text: str) -> int:
     """Return a number of processes; text that is not a positive integer is an `InputError`."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        expected = "a number from 1 on, a range such as 2:4, or auto"
+        expected = "a number from 1 on; --help has other values"
         raise InputError(f"--processes {text}", expected, "--processes 2", code="E_PROCESSES")
     return int(text)
 

@@ -113,7 +113,7 @@ class Run(FaultOptions):
         with output:
             result = self.launch_with_restarts(processes, attempt, log_dir=log_dir)
         if result.stop_signal is not None or result.is_stopped:
-            report_line(f"samestep: stopped on request; what {self.script} has saved stays")
+            report_line(f"samestep: stopped on request; files that {self.script} has saved stay")
             return EXIT_STOPPED
         return int(result.value or EXIT_DONE)
 
@@ -143,9 +143,13 @@ def _require_syntax(script: Path) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):  # shown when the script runs
             compile(script.read_bytes(), script, "exec", dont_inherit=True)
-    except SyntaxError as error:
+    except (SyntaxError, ValueError) as error:  # the second for null bytes, in Python 3.11
+        value = f"{script}: {error}"
+        if isinstance(error, SyntaxError):
+            line = (error.text or "").strip()
+            value = f"{script}, line {error.lineno}: {error.msg}: {line}"
         raise InputError(
-            f"{script}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}",
+            value,
             expected="a file with Python code",
             fix="correct the syntax of the line, or of the one before",
             code="E_UNREADABLE",

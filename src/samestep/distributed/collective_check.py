@@ -349,7 +349,7 @@ def intercept_all(before: Callable[[], None]) -> ExitStack:
     functional = sys.modules.get("torch.distributed._functional_collectives")  # slow to import
     if functional is not None:
         name = "_resolve_group"
-        if not hasattr(functional, name):  # torch < 2.13
+        if not hasattr(functional, name):  # torch 2.11
             name = "_resolve_group_name"
         helpers.append((functional, name))
     for module, helper in helpers:

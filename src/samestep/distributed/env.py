@@ -17,7 +17,7 @@ from samestep.distributed.launcher_variables import LAUNCH_VARIABLES, Rendezvous
 from samestep.errors import InputError
 
 _TOKEN = "SAMESTEP_TOKEN"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 SHARE_GPU = "SAMESTEP_SHARE_GPU"
 Sharing = Literal["gloo", "nccl"]  # backend of ranks that may use one GPU
 _SHARING: dict[str, Sharing | None] = {"0": None, "1": "gloo", "nccl": "nccl"}
@@ -102,7 +102,7 @@ def read_environment() -> Environment:
             expected="a secret that all ranks share",
             fix=f"set {_TOKEN} to a secret, or unset it",
         )
-    return Environment(token, os.environ.get(_VISIBLE), _SHARING[share_gpu])
+    return Environment(token, os.environ.get(VISIBLE_DEVICES), _SHARING[share_gpu])
 
 
 def sharing_variables(*, is_requested: bool) -> dict[str, str]:
@@ -326,13 +326,13 @@ def visible_devices_kept(report: Callable[[str | None], None]) -> Iterator[None]
     delete_before = variables.__delitem__
 
     def set_item(self: Any, name: str, value: str) -> None:
-        if name == _VISIBLE:
+        if name == VISIBLE_DEVICES:
             report(value)
         else:
             set_before(self, name, value)
 
     def delete_item(self: Any, name: str) -> None:
-        if name == _VISIBLE:
+        if name == VISIBLE_DEVICES:
             report(None)
         else:
             delete_before(self, name)

@@ -44,7 +44,7 @@ _PASSED = tuple(
     str(Path(__file__).parents[1] / name)
     for name in ("launcher", "script", "tools", "view", "global_view.py")
 )
-_PASSED_FUNCTIONS = ("_wrapped_call_impl", "_call_impl")  # of `torch.nn.Module`
+_MODULE = str(Path("torch/nn/modules/module.py"))  # its frames only call a forward
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
 E_DISK_HANG = "E_DISK_HANG"
@@ -288,15 +288,13 @@ def _trace(error: BaseException) -> str:
 def _without_own_frames(error: traceback.TracebackException) -> traceback.StackSummary:
     """Return the frames of other code; of an error in the ways of calls, all from the script on."""
     frames = list(error.stack)
-    kept = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(_PASSED) and frame.name not in _PASSED_FUNCTIONS
-    ]
+    others = [frame for frame in frames if not frame.filename.endswith(_MODULE)]
+    kept = [frame for frame in others if not frame.filename.startswith(_PASSED)]
     # A syntax error names the line of the script by itself.
     is_syntax_error = error.exc_type is not None and issubclass(error.exc_type, SyntaxError)
-    in_torch = bool(frames) and frames[-1].name == "observe"  # a function mode calls torch
-    if not is_syntax_error and not in_torch and frames and frames[-1] not in kept:
+    is_own = bool(frames) and frames[-1].filename.startswith(_PASSED)
+    # A function mode calls torch's own functions.
+    if is_own and not is_syntax_error and frames[-1].name != "observe":
         first = frames.index(kept[0]) if kept else 0
         kept = frames[first:]
     return traceback.StackSummary.from_list(kept)

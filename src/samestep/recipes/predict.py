@@ -215,19 +215,19 @@ def _draw_samples(
                 continue
             inputs, targets = driver.on_device(batch)
             outputs = driver.losses(inputs, targets)[0]
-            positions = [place for place in batch.samples.tolist() if place < _MAX_OVERLAYS]
-            if built.evaluation_text is not None:  # in the order of their lengths
-                positions = batch.samples.tolist()[:_MAX_OVERLAYS]
+            positions = batch.samples.tolist()[: _MAX_OVERLAYS - number * recipe.batch_size]
             is_dense = is_segmentation(inputs, targets, outputs)
             is_picture = is_dense or is_image(inputs, targets, outputs)
-            if not positions or not (is_picture or built.evaluation_text is not None):
+            if not is_picture and built.evaluation_text is None:
                 continue
             # On all ranks, because it gathers.
             true, scores = (tensor[: len(positions)] for tensor in (targets, outputs))
+            if is_picture:
+                inputs = inputs[: len(positions)]
             if is_dense and is_main:
-                write_overlays(folder, positions, inputs[: len(positions)], true, scores)
+                write_overlays(folder, positions, inputs, true, scores)
             elif is_picture and is_main:
-                write_pictures(folder, positions, inputs[: len(positions)])
+                write_pictures(folder, positions, inputs)
             pairs: list[Sequence[int]] = [()] * len(positions)
             if not is_dense:
                 numbers = torch.stack([true, scores.argmax(dim=1)], dim=1)

@@ -20,7 +20,7 @@ from torch import nn
 
 from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.devices import accelerator_module, is_accelerator, own_devices
-from samestep.distributed.env import read_environment, set_environment
+from samestep.distributed.env import VISIBLE_DEVICES, read_environment, set_environment
 from samestep.distributed.logging import logger
 from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.standard_streams import report_line
@@ -237,7 +237,7 @@ def _show_own_devices(rank: int, strategy: StrategyConfig | None) -> None:
         environment = read_environment()
         share = environment.sharing is not None
         names = own_devices(rank, count, environment.visible_devices, available, share=share)
-        set_environment({"CUDA_VISIBLE_DEVICES": names})
+        set_environment({VISIBLE_DEVICES: names})
 
 
 def _dividing_owner(

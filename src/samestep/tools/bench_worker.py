@@ -63,12 +63,12 @@ def time_contenders(
 
 def losses_of_rates(
     recipe: Recipe, rates: Sequence[float], options: RunOptions
-) -> list[tuple[float, float]] | None:
-    """Train a step with each rate, until the loss diverges; return rates and losses.
+) -> list[float] | None:
+    """Train a step with each rate, until the loss diverges; return the losses.
 
     A rate is the `lr` of the recipe: groups of parameters keep their ratios. None after a stop.
     """
-    found: list[tuple[float, float]] = []
+    losses: list[float] = []
     with start_world(recipe, options) as world:
         built = build(recipe, options, world)
         scheduler = built.driver.scheduler
@@ -77,18 +77,17 @@ def losses_of_rates(
         factors = [rate / own for rate in (*rates, rates[-1])]  # one more, after the last step
         scheduler.lr_lambdas = [factors.__getitem__] * len(scheduler.base_lrs)
         apply_schedule(scheduler)
-        for rate, batch in zip(rates, endless(built.train), strict=False):
+        for batch in islice(endless(built.train), len(rates)):
             try:
                 result = built.driver.step(batch)
             except NonFiniteError:
                 break
-            found.append((rate, result.loss))
-            if result.skipped or has_diverged([loss for _, loss in found]):
-                found.pop()
+            if result.skipped or has_diverged([*losses, result.loss]):
                 break
+            losses.append(result.loss)
             if any(any_rank(world, world.stop_requested)):
                 return None
-    return found
+    return losses
 
 
 def _build(contender: Contender, options: RunOptions, world: World) -> Built:

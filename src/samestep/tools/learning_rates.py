@@ -6,40 +6,21 @@ Source: Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from samestep.config import Recipe, RunOptions
+from samestep.errors import NonFiniteError
 from samestep.tools.launch import run_on_ranks
 
 STEPS = 100
 FIRST_RATE = 1e-6
 LAST_RATE = 10.0
-DIVERGED = 4.0  # times the smallest loss, after which the trial ends
+DIVERGED = 4.0  # rise, relative to the smallest loss, after which the steps end
 _SMOOTHING = 0.9  # share of the mean so far in an exponential moving average
 _BAR = 40  # characters
 _ROWS = 16
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Learning rates of steps in order, with the loss of each, as a moving average."""
-
-    rates: list[float]
-    losses: list[float]
-
-    def suggestion(self) -> float | None:
-        """Return the rate at which the loss falls most steeply, before its minimum.
-
-        None if the loss never falls.
-        """
-        lowest = self.losses.index(min(self.losses))
-        falls = [before - after for before, after in pairwise(self.losses[: lowest + 1])]
-        if not falls:
-            return None
-        return self.rates[falls.index(max(falls))]
 
 
 def rates(steps: int) -> list[float]:
@@ -58,16 +39,33 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     return result
 
 
+def suggestion(rates: Sequence[float], losses: Sequence[float]) -> float | None:
+    """Return the rate of the steepest fall before the smallest loss; None without a fall."""
+    lowest = losses.index(min(losses))
+    falls = [before - after for before, after in pairwise(losses[: lowest + 1])]
+    if not falls:
+        return None
+    return rates[falls.index(max(falls))]
+
+
+def has_diverged(losses: Sequence[float]) -> bool:
+    """Whether the last mean of some losses is far above the smallest one, or not finite."""
+    means = smoothed(losses)
+    lowest = min(means)
+    return not means[-1] - lowest <= DIVERGED * abs(lowest)
+
+
 def find(
     recipe: Recipe, options: RunOptions, steps: int, processes: int, preload: Sequence[str]
 ) -> dict[str, Any]:
-    """Train steps with growing rates; return the rates, the losses and a suggestion.
+    """Train steps with growing rates; return the rates, the losses and a suggestion as `lr`.
 
     Raises:
         RankError: a step failed.
+        NonFiniteError: the first loss is not finite.
         StoppedError: a stop was requested.
     """
-    found: list[tuple[float, float]] = run_on_ranks(
+    losses: list[float] = run_on_ranks(
         "samestep.tools.bench_worker",
         "losses_of_rates",
         recipe,
@@ -76,23 +74,23 @@ def find(
         processes=processes,
         preload=tuple(preload),
     )
-    trial = Trial([rate for rate, _ in found], smoothed([loss for _, loss in found]))
-    return {**asdict(trial), "lr": trial.suggestion()}
-
-
-def has_diverged(losses: Sequence[float]) -> bool:
-    """Whether the last of some losses is not finite, or many times the smallest mean."""
+    if not losses:
+        fix = "check data and model: samestep train stops at this step too"
+        raise NonFiniteError("the loss of the first step is not finite", fix=fix)
     means = smoothed(losses)
-    return not math.isfinite(means[-1]) or means[-1] > DIVERGED * min(means)
+    tried = rates(steps)[: len(losses)]
+    return {"rates": tried, "losses": means, "lr": suggestion(tried, means)}
 
 
-def lines_of(data: dict[str, Any]) -> list[str]:
-    """Return the losses as bars, and the suggestion."""
+def lines_of(data: Mapping[str, Any]) -> list[str]:
+    """Return some of the losses with bars from the smallest to the largest, and the suggestion."""
     losses = data["losses"]
+    low = min(losses)
+    span = max(losses) - low or 1.0
     stride = math.ceil(len(losses) / _ROWS)
     lines = [f"{'lr':>10}  {'loss':>8}"]
     for rate, loss in list(zip(data["rates"], losses, strict=True))[::stride]:
-        bar = "█" * round(_BAR * max(0.0, loss) / max(losses))
+        bar = "█" * round(_BAR * (loss - low) / span)
         lines.append(f"{rate:>10.2e}  {loss:>8.4g}  {bar}")
     if data["lr"] is None:
         return [*lines, "", "no suggestion: the loss falls at no rate"]
