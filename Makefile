@@ -69,7 +69,7 @@ package: .venv/.installed
 test-torch:
 	@test -n "$(VERSION)" || { echo "error: no version of torch. Name one: make test-torch VERSION=2.10.0" >&2; exit 2; }
 	test -d build/torch-$(VERSION) || $(PYTHON) -m venv build/torch-$(VERSION)
-	build/torch-$(VERSION)/bin/python -m pip install -q torch==$(VERSION) torchvision -e '.[recipes]' \
+	build/torch-$(VERSION)/bin/python -m pip install -q torch==$(VERSION) torchvision -e '.[zoo]' torchmetrics \
 	  pytest pytest-timeout pytest-xdist hypothesis
 	OMP_WAIT_POLICY=passive build/torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not long and not gpu" $(CORE)
 
