@@ -65,9 +65,9 @@ package: .venv/.installed
 	build/empty/bin/python -m pip install -q --no-compile -c .venv/constraints.txt dist/*.whl
 	cd build/empty && bin/samestep --version && bin/samestep run --processes 2 ../../examples/unchanged.py
 
-# Tests of the core with another version of torch, such as VERSION=2.10.0, in an environment of its own.
+# Tests of the core with another version of torch, such as VERSION=2.11.0, in an environment of its own.
 test-torch:
-	@test -n "$(VERSION)" || { echo "error: no version of torch. Name one: make test-torch VERSION=2.10.0" >&2; exit 2; }
+	@test -n "$(VERSION)" || { echo "error: no version of torch. Name one: make test-torch VERSION=2.11.0" >&2; exit 2; }
 	test -d build/torch-$(VERSION) || $(PYTHON) -m venv build/torch-$(VERSION)
 	build/torch-$(VERSION)/bin/python -m pip install -q torch==$(VERSION) torchvision -e '.[zoo]' torchmetrics \
 	  pytest pytest-timeout pytest-xdist hypothesis
