@@ -95,6 +95,10 @@ class SimulatedAccelerator:
     def Event(self, enable_timing: bool) -> TimedEvent:  # noqa: N802  # torch's name
         return TimedEvent(self, 0)
 
+    def is_available(self) -> bool:
+        """Return that there is no device, so that torch's optimizers ask for no state of its graphs."""
+        return False
+
     def copy(self, tensor: torch.Tensor) -> DeviceTensor:
         """Copy a tensor of the host to the device, in the current stream."""
         self.counts["copies"] += 1

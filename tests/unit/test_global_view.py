@@ -332,7 +332,7 @@ def test_a_microbatch_for_each_rank_is_enough(microbatches: int | None, size: in
 
 
 def test_scripted_modules_are_refused() -> None:
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(InputError) as caught:
         _require_arguments(scripted, "fast", "global")

@@ -10,6 +10,12 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpointing
 
+# Function that `torch.utils.checkpoint.checkpoint` looks up at each call that is not reentrant. It
+# is private, and torch 2.14 has given it another name.
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(checkpointing, f"{_GENERATOR}_impl"):
+    _GENERATOR = f"{_GENERATOR}_impl"
+
 
 @contextmanager
 def checkpointing_off() -> Iterator[None]:
@@ -34,7 +40,7 @@ def recomputation_inside(
 ) -> Iterator[None]:
     """Let the backward compute the parts that this block checkpoints inside of `surroundings`."""
     apply: Any = checkpointing.CheckpointFunction.apply
-    generator = checkpointing._checkpoint_without_reentrant_generator
+    generator = getattr(checkpointing, _GENERATOR)
 
     def surrounded(compute: Callable[..., Any]) -> Callable[..., Any]:
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -57,12 +63,13 @@ def recomputation_inside(
 
 @contextmanager
 def _replaced(apply: Callable[..., Any], generator: Callable[..., Any]) -> Iterator[None]:
-    # `torch.utils.checkpoint.checkpoint` looks them up at each call. Both are private.
-    names: Any = checkpointing
-    before = names.CheckpointFunction, names._checkpoint_without_reentrant_generator
-    names.CheckpointFunction = SimpleNamespace(apply=apply)
-    names._checkpoint_without_reentrant_generator = generator
+    # `torch.utils.checkpoint.checkpoint` looks them up at each call.
+    replacements = {"CheckpointFunction": SimpleNamespace(apply=apply), _GENERATOR: generator}
+    before = {name: getattr(checkpointing, name) for name in replacements}
     try:
+        for name, function in replacements.items():
+            setattr(checkpointing, name, function)
         yield
     finally:
-        names.CheckpointFunction, names._checkpoint_without_reentrant_generator = before
+        for name, function in before.items():
+            setattr(checkpointing, name, function)
