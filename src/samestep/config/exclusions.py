@@ -128,11 +128,10 @@ _USES = {
         "with this strategy, parameters that are taken from the module after its first call",
         "model.parameters() or model.state_dict() at this line, or --strategy ddp",
     ),
-    "gradients of checkpointed buffers": (
-        "create_graph=True through a call with activation checkpointing whose forward writes "
-        "buffers",
-        "checkpointed parts without batch norm, or gradients that are not differentiated again",
-        "leave out checkpointing, or put batch norm into evaluation mode",
+    "gradients that are differentiated again": (
+        "create_graph=True through a call with activation checkpointing, or with strategy='fsdp'",
+        "gradients of such calls that are not differentiated again",
+        "leave out checkpointing, and use strategy='ddp', or 'fsdp' with reduction='exact'",
     ),
     "whole calls": (
         "a call of {} is computed whole: {}",

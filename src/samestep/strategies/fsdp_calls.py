@@ -24,7 +24,7 @@ from samestep.strategies.dtensors import gathered
 from samestep.view.crossings import CallExchange
 from samestep.view.gradient_sums import Hub
 from samestep.view.region import current_region
-from samestep.view.slots import ParameterSlots, is_in_place, replaced
+from samestep.view.slots import is_in_place
 from samestep.view.strategy import CallParameters, Strategy
 
 # Attributes of the modules of a unit, by which libraries take a script for one of several
@@ -235,10 +235,6 @@ class ShardedParameters(CallParameters):
             return not complete
         return self._hub.is_current(complete)
 
-    @property
-    def differentiable(self) -> CallParameters:
-        return _Differentiable(self._module, self._divided, self._hub, self._strategy)
-
     def aliases(self, position: int) -> list[torch.Tensor]:
         if not torch.is_grad_enabled():
             return []
@@ -332,33 +328,6 @@ class ShardedParameters(CallParameters):
             return root.after(self._module, positional, forward(*positional, **named))
 
         return computed
-
-
-class _Differentiable(CallParameters):
-    """Gathered parameters; their gradients are summed over ranks and can be differentiated."""
-
-    def __init__(
-        self, module: nn.Module, divided: Sequence[DTensor], hub: Hub | None, strategy: Strategy
-    ) -> None:
-        self._slots = ParameterSlots(module)
-        self._divided = divided
-        self._hub = hub
-        self._strategy = strategy
-
-    def aliases(self, position: int) -> list[torch.Tensor]:
-        return list(self._divided)
-
-    @contextmanager
-    def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        mapping: dict[torch.Tensor, torch.Tensor] = {
-            one: gathered(leaf, self._strategy.reduction)
-            for one, leaf in zip(self._divided, leaves, strict=False)
-        }
-        with ExitStack() as stack:
-            if self._hub is not None:
-                stack.enter_context(self._hub.in_place(leaves[len(self._divided) :]))
-            stack.enter_context(replaced(self._slots.entries(mapping)))
-            yield
 
 
 class GatheredHub(Hub):

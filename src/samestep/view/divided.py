@@ -106,8 +106,8 @@ class DividedCall:
             if is_exact or is_accelerator(view.device):
                 region.microbatches = microbatches
                 region.seed = seed
-                if division.form == "inner":
-                    region.positions = {}
+            if division.form == "inner":
+                region.positions = {}
             self._regions.append(region)
 
     def own_results(self) -> list[OwnResult] | None:
@@ -167,9 +167,7 @@ class DividedCall:
         recomputes = self._division.form == "inner"
         if (parameters.needs_inner_graph or recomputes) and torch.is_grad_enabled():
             run = partial(self._run, region)
-            inner = InnerSlice(
-                run, forward, own, region, parameters, position, self._before, recomputes
-            )
+            inner = InnerSlice(run, forward, own, region, parameters, position)
             return inner.result_in_graph()
         with parameters.aliases_in_place(position):
             return self._run(region, parameters.forward(forward), own)

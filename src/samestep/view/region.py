@@ -71,6 +71,7 @@ class Region:
         positions: numbers of the draws by the state of the script's stream, which then advances at
             each; None if no part is computed again. Checkpoints restore that state, and so find the
             number of a draw.
+        is_recomputed: whether this is a recomputation, which finds its draws in `positions`.
         local_batch_norm: batch norm uses the statistics of the own rows.
         shared_statistics: identities of running statistics that another slice of this process
             updates.
@@ -84,6 +85,7 @@ class Region:
     microbatches: Sequence[tuple[int, int, int]] = ()  # number, first row, first row after
     seed: int | None = None
     positions: dict[bytes, int] | None = None
+    is_recomputed: bool = False
     local_batch_norm: bool = False
     shared_statistics: frozenset[int] = frozenset()
 
@@ -106,6 +108,13 @@ class Region:
         Raises:
             UnknownDraw: the trial has seen no such draw, or its shape does not follow the own rows.
         """
+        if self.positions is not None:
+            state = torch.get_rng_state().numpy().tobytes()
+            if self.is_recomputed and state not in self.positions:
+                raise UnknownDraw("a recomputation draws from another state than the forward")
+            if self.is_recomputed:
+                index = self.positions[state]
+            self.positions[state] = index
         if index >= len(self.draw_factors):
             raise UnknownDraw(f"draw {index + 1} of the call was not there in the trial")
         factor = self.draw_factors[index]
@@ -119,7 +128,6 @@ class Region:
             numbers = make((factor * self.rows, *shape[1:]), None)
             return numbers[factor * self.start : factor * self.stop]
         if self.positions is not None:
-            self.positions[stream_state()] = index
             torch.rand(())
         generator = torch.Generator(device)
         if factor is None:
@@ -130,11 +138,6 @@ class Region:
             generator.manual_seed(derive_seed("model", self.seed, index, microbatch))
             parts.append(make((factor * (stop - start), *shape[1:]), generator))
         return torch.cat(parts)
-
-
-def stream_state() -> bytes:
-    """Return the state of the script's stream of random numbers."""
-    return torch.get_rng_state().numpy().tobytes()
 
 
 class UnknownDraw(Exception):

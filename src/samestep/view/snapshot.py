@@ -109,24 +109,9 @@ class Snapshot:
         self._attributes.append((index, state, self._saved(index, state.tensors())))
 
     @property
-    def has_buffers(self) -> bool:
-        """Whether calls of the kind change buffers."""
-        return any(place in self._written for place, _ in self._buffers)
-
-    @property
     def has_draws(self) -> bool:
         """Whether calls of the kind draw from the generators of Python or NumPy."""
         return any(name in self._written for name in _GENERATORS)
-
-    @contextmanager
-    def revisited(self) -> Iterator[None]:
-        """Put the state back during the block."""
-        now = Snapshot(self._parts, self._written, self._device)
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
 
     def restore(self) -> None:
         """Put the state back."""

@@ -150,11 +150,6 @@ class CallParameters(ABC):
     anchors: Sequence[torch.Tensor] = ()
     placed: Sequence[torch.Tensor] = ()
 
-    @property
-    def differentiable(self) -> CallParameters:
-        """Parameters with gradients that can be differentiated again (`create_graph`)."""
-        return self
-
     @abstractmethod
     def aliases(self, position: int) -> list[torch.Tensor]:
         """Return the tensors of the script's graph that stand for the parameters in an own slice.

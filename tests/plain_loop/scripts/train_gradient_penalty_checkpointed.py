@@ -1,4 +1,4 @@
-# expect: divided
+# expect: error: E_INCOMPATIBLE
 # A gradient penalty through a model that computes activations again in the backward, with dropout.
 import torch
 import torch.nn.functional as F
