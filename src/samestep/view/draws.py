@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.nn import functional, init
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
@@ -30,7 +30,6 @@ Arguments = Sequence[Any]
 Options = Mapping[str, Any]
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_SELU_ALPHA = 1.7580993408473766  # torch's constant in alpha dropout
 
 
 class Draws(TorchFunctionMode):
@@ -195,15 +194,6 @@ def _inside(operations: Draws, function: Function, arguments: Arguments, options
         return seen_inside(function)(*arguments, **options)
 
 
-def _pool_by(with_indices: Function) -> Rule:
-    """Return the rule of a pooling that calls `with_indices`, which draws."""
-
-    def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
-        return _inside(operations, with_indices, arguments, options)[0]
-
-    return rule
-
-
 def _argument(
     arguments: Arguments, options: Options, position: int, name: str, default: Any = None
 ) -> Any:
@@ -225,7 +215,6 @@ def _drop(
     input: torch.Tensor,
     p: float,
     features: Shape = (),
-    alpha: bool = False,
     inplace: bool = False,
 ) -> torch.Tensor:
     # As torch does on CPUs: aten/src/ATen/native/Dropout.cpp.
@@ -238,22 +227,10 @@ def _drop(
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul
     if inplace:
         multiply = torch.Tensor.mul_
-    if not alpha:
-        return multiply(input, noise.div_(1 - p))
-    a = 1 / math.sqrt((_SELU_ALPHA * _SELU_ALPHA * p + 1) * (1 - p))
-    shift = noise.add(-1).mul_(_SELU_ALPHA * a).add_(_SELU_ALPHA * a * p)
-    return multiply(input, noise.mul_(a)).add_(shift)
+    return multiply(input, noise.div_(1 - p))
 
 
-def _dropout(
-    on: str,
-    default: bool = True,
-    *,
-    alpha: bool = False,
-    feature: bool = False,
-    unbatched: int = 0,
-    inplace: bool = False,
-) -> Rule:
+def _dropout(on: str, *, feature: bool = False, unbatched: int = 0, inplace: bool = False) -> Rule:
     """Return the rule of a dropout function with the switch `on`.
 
     With `feature` there is one number for each channel, which is in the second dimension, or in the
@@ -263,7 +240,7 @@ def _dropout(
     def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
         input = _argument(arguments, options, 0, "input")
         p = _argument(arguments, options, 1, "p", 0.5)
-        if not _argument(arguments, options, 2, on, default) or not 0 < p < 1 or not input.numel():
+        if not _argument(arguments, options, 2, on, True) or not 0 < p < 1 or not input.numel():
             return function(*arguments, **options)
         features: Shape = ()
         if feature:
@@ -272,26 +249,9 @@ def _dropout(
         if _is_plain(operations, features or tuple(input.shape), input.device):
             return function(*arguments, **options)
         written = inplace or _argument(arguments, options, 3, "inplace", False)
-        return _drop(operations, input, p, features, alpha, written)
+        return _drop(operations, input, p, features, written)
 
     return rule
-
-
-def _native_dropout(
-    operations: Draws, function: Function, arguments: Arguments, options: Options
-) -> Any:
-    names = enumerate(("input", "p", "train"))
-    input, p, train = (_argument(arguments, options, i, name) for i, name in names)
-    if train is False or not input.numel():
-        return function(*arguments, **options)
-    if _is_plain(operations, tuple(input.shape), input.device):
-        return function(*arguments, **options)
-
-    def numbers_of(asked: Shape) -> torch.Tensor:
-        return torch.empty_like(like(input, asked), dtype=torch.bool).bernoulli_(1 - p)
-
-    mask = _draw(operations, tuple(input.shape), numbers_of, input.device)
-    return input * (mask.to(input.dtype) * (p < 1 and 1 / (1 - p))), mask
 
 
 def _factory(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
@@ -305,13 +265,7 @@ def _factory(operations: Draws, function: Function, arguments: Arguments, option
     out = others.pop("out", None)
     needs_gradient = others.pop("requires_grad", False)
     size = others.pop("size", None)
-    if function is torch.randperm:
-        size = [_argument(first, others, 0, "n")]
-        first = []
-        others.pop("n", None)
-        if _follows_rows(operations):
-            raise UnknownDraw("permutation of rows")
-    elif size is None and function in (torch.rand, torch.randn):
+    if size is None and function in (torch.rand, torch.randn):
         size = first
         first = []
         if len(size) == 1 and isinstance(size[0], Sequence):
@@ -322,8 +276,6 @@ def _factory(operations: Draws, function: Function, arguments: Arguments, option
         others.update(dtype=out.dtype, device=out.device)
 
     def numbers_of(asked: Shape) -> Any:
-        if function is torch.randperm:
-            return function(*asked, **others)
         return function(*first, size=asked, **others)
 
     shape = tuple(int(length) for length in size)
@@ -356,17 +308,10 @@ def _sample(operations: Draws, function: Function, arguments: Arguments, options
 
     fills = function in _FILLS
     draw_rows = _with_rows(operations, shape, list(named.values()), numbers_of, fills)
-
-    def draw_shape(asked: Shape) -> Any:
-        if function in _COUNTS_DIFFER and asked != shape and asked[0] > shape[0]:
-            text = f"draw by {function.__name__}, which takes more numbers for some values"
-            raise UnknownDraw(text)
-        return draw_rows(asked)
-
     received = any(isinstance(value, torch.Generator) for value in named.values())
     # The device with its index.
     device = torch.empty(0, device=named.get("device") or tensors[0].device).device
-    numbers = _draw(operations, shape, draw_shape, device, received)
+    numbers = _draw(operations, shape, draw_rows, device, received)
     if fills:
         out = tensors[0]
     elif out is not None:
@@ -420,30 +365,6 @@ def _attention(
     return (_drop(operations, weights, p) @ value).to(kind)
 
 
-def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:
-    """Return the rule of functions that cannot be divided if `draws` of the arguments holds."""
-
-    def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
-        if operations.region is not None and draws(arguments, options):
-            raise UnknownDraw(f"draw inside of {function.__name__}")
-        return function(*arguments, **options)
-
-    return rule
-
-
-def _recurrent_dropout(arguments: Arguments, options: Options) -> bool:
-    # Packed ones: (data, batch_sizes, hx, params, has_biases, layers, dropout, train).
-    packed = not isinstance(arguments[3], bool)
-    return bool(arguments[6 + packed] and arguments[5 + packed] > 0)
-
-
-def _trains(arguments: Arguments, options: Options) -> bool:
-    return bool(_argument(arguments, options, 3, "training", False))
-
-
-_COUNTS_DIFFER = (torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet)
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-_INITIAL = (init.uniform_, init.normal_, init.kaiming_uniform_)
 _MULTINOMIAL = (torch.multinomial, torch.Tensor.multinomial)
 _DISTRIBUTIONS = (
     *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random"),
@@ -459,26 +380,13 @@ DRAW_RULES: dict[Function, Rule] = {
     functional.dropout1d: _dropout("training", feature=True, unbatched=2),
     functional.dropout2d: _dropout("training", feature=True),
     functional.dropout3d: _dropout("training", feature=True, unbatched=4),
-    functional.alpha_dropout: _dropout("training", False, alpha=True),
-    functional.feature_alpha_dropout: _dropout("training", False, alpha=True, feature=True),
-    **{
-        getattr(torch, name + end): _dropout(
-            "train", alpha="alpha" in name, feature="feature" in name, inplace=bool(end)
-        )
-        for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-        for end in ("", "_")
-    },
-    torch.native_dropout: _native_dropout,
-    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.randperm), _factory),
-    **dict.fromkeys((*_SAMPLES, *_MULTINOMIAL, *_FILLS, *_COUNTS_DIFFER), _sample),
+    torch.dropout: _dropout("train"),
+    torch.dropout_: _dropout("train", inplace=True),
+    torch.feature_dropout: _dropout("train", feature=True),
+    torch.feature_dropout_: _dropout("train", feature=True, inplace=True),
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint), _factory),
+    **dict.fromkeys((*_SAMPLES, *_MULTINOMIAL, *_FILLS), _sample),
     functional.gumbel_softmax: _inside,
     functional.multi_head_attention_forward: _inside,
-    functional.fractional_max_pool2d_with_indices: _inside,
-    functional.fractional_max_pool3d_with_indices: _inside,
-    functional.fractional_max_pool2d: _pool_by(functional.fractional_max_pool2d_with_indices),
-    functional.fractional_max_pool3d: _pool_by(functional.fractional_max_pool3d_with_indices),
     functional.scaled_dot_product_attention: _attention,
-    **dict.fromkeys(_RECURRENT, _undivided(_recurrent_dropout)),
-    **dict.fromkeys((functional.rrelu, torch.rrelu, torch.rrelu_), _undivided(_trains)),
-    **dict.fromkeys(_INITIAL, _undivided(lambda *call: True)),
 }

@@ -1,11 +1,16 @@
 # expect: whole: draw
-# Layers that draw inside one operation: randomized leaky ReLU and fractional pooling.
+# Layers that draw inside one operation: randomized leaky ReLU, fractional pooling and alpha dropout.
 import torch
 from common import report
 from torch import nn
 
 model = nn.Sequential(
-    nn.Conv2d(1, 4, 3), nn.RReLU(), nn.FractionalMaxPool2d(2, output_size=3), nn.Flatten(), nn.Linear(36, 3)
+    nn.Conv2d(1, 4, 3),
+    nn.RReLU(),
+    nn.FractionalMaxPool2d(2, output_size=3),
+    nn.AlphaDropout(0.2),
+    nn.Flatten(),
+    nn.Linear(36, 3),
 )
 # + model = samestep.parallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,5 +1,5 @@
 # expect: divided
-# Dropout of elements, channels and features, and alpha dropout.
+# Dropout of elements and channels.
 import torch
 from common import report
 from torch import nn
@@ -10,11 +10,9 @@ model = nn.Sequential(
     nn.Flatten(2),
     nn.Conv1d(6, 6, 3),
     nn.Dropout1d(0.2),
-    nn.FeatureAlphaDropout(0.1),
     nn.Flatten(),
     nn.Linear(138, 8),
     nn.SELU(),
-    nn.AlphaDropout(0.2),
     nn.Linear(8, 3),
     nn.Dropout(0.1),
 )

@@ -473,7 +473,7 @@ def test_forces_are_gradients_inside_of_the_forward() -> None:
     assert tried(Call(forward, l=nn.Linear(3, 4)), x(3)).outputs == (ROWS, ROWS)
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.Dropout(), nn.AlphaDropout()])
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.Dropout()])
 def test_layers_with_a_rule(layer: nn.Module) -> None:
     module = nn.Sequential(
         nn.Linear(3, 3), layer, nn.Linear(3, 2), copy.deepcopy(layer) if layer.__dict__.get("p") else nn.Tanh()
