@@ -30,7 +30,7 @@ _AXES_OF_STRATEGY = {
     "pp": ("pipeline", "replicate", "tensor"),
 }
 # Options that have an effect only with an axis, or only under some strategies.
-_AXIS_OF_OPTION = {"offload": "shard", "gather": "shard", "meta": "shard", "stages": "pipeline"}
+_AXIS_OF_OPTION = {"offload": "shard", "gather": "shard", "stages": "pipeline"}
 _STRATEGIES_OF_OPTION = {
     "hook": ("auto", "ddp"),
     "devices": ("device_map",),
@@ -78,8 +78,6 @@ class StrategyConfig(Constrained):
             gradients.
         offload: for a shard axis: keep parameters and optimizer state in host memory.
         gather: for a shard axis: precision of gathered parameters and of computation.
-        meta: for a shard axis: build the model with values on rank 0 only and broadcast one part
-            after another, which keeps the complete model off every device and every other rank.
         stages: for a pipeline axis: names of the first modules of the second and later stages;
             empty for stages of similar cost.
         devices: for `device_map`: devices of each rank; None for all devices.
@@ -93,7 +91,6 @@ class StrategyConfig(Constrained):
     hook: Hook = "none"
     offload: bool = False
     gather: Literal["fp32", "bf16"] = "fp32"
-    meta: bool = False
     stages: tuple[str, ...] = ()
     devices: Annotated[int, Ge(1)] | None = None
     place: dict[str, int] = field(default_factory=dict)

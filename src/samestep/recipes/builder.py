@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -212,12 +212,9 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     loss = RecipeLoss(_loss(loss_config))
     _require_best(recipe)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
-    receives_weights = recipe.strategy.meta and world.mesh_shape.shard > 1
-    # Rank 0 alone has values, which others receive part by part: no rank holds a second copy.
-    with torch.device("meta") if receives_weights and not world.is_main else nullcontext():
-        model, notes = build_model(recipe, splits.classes, splits.model_options)
+    model, notes = build_model(recipe, splits.classes, splits.model_options)
     # A file can differ between machines; other initial weights are a function of the seed.
-    if recipe.model.pretrained is not None and not receives_weights:
+    if recipe.model.pretrained is not None:
         check_same_weights(model, world)
     workers = options.workers
     if workers is None:

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -246,9 +245,6 @@ def shard_model(model: nn.Module, world: World) -> None:
     if any(nn.parameter.is_lazy(one) for one in model.parameters()):
         names = (config.name, type(model).__name__)
         raise excluded("parameters without shapes", *names, error=InputError)
-    values: dict[str, torch.Tensor] = {}
-    if config.meta:
-        values = _move_to_meta(model, world)
     ignored = {one for one in model.parameters() if not _is_divisible(one)}
     offload = OffloadPolicy()
     if config.offload:  # without a GPU, pinned memory cannot be allocated
@@ -258,8 +254,6 @@ def shard_model(model: nn.Module, world: World) -> None:
         fully_shard(
             module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored
         )
-    if config.meta:
-        _materialize(model, values, world)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are those of the whole batch, and gloo has no reduction that divides.
@@ -287,58 +281,6 @@ def _shard_axes(world: World) -> DeviceMesh:
 
 def _is_divisible(parameter: nn.Parameter) -> bool:
     return parameter.dim() > 0 and parameter.is_contiguous()
-
-
-def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Move a model to the meta device and return its values by name on rank 0, none on others."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    if len({id(parameter) for _, parameter in named}) < len(named):
-        raise InputError(
-            "strategy.meta with a model that uses a parameter under two names",
-            expected="every parameter has one name: values are broadcast by name",
-            fix="remove strategy.meta",
-            code="E_STRATEGY",
-        )
-    values = {}
-    if world.is_main:
-        values = {name: tensor.detach() for name, tensor in _named_tensors(model)}
-    if any(tensor.is_meta for tensor in values.values()):
-        raise InputError(
-            "the model has no values on rank 0",
-            expected="strategy.meta: rank 0 builds the model with values, others on meta",
-            fix="with torch.device('meta') if world.rank else nullcontext(): model = ...",
-            code="E_STRATEGY",
-        )
-    model.to("meta")
-    return values
-
-
-def _materialize(model: nn.Module, values: Mapping[str, torch.Tensor], world: World) -> None:
-    """Fill a sharded model on the meta device with the values of rank 0."""
-    device = world.device
-    if world.strategy.offload:
-        device = torch.device("cpu")
-    model.to_empty(device=device)
-    # With `offload` too, FSDP expects buffers on the device that computes.
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(world.device)
-    # One tensor at a time: no device ever holds the complete model.
-    for name, tensor in _named_tensors(model):
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-        if world.is_main:
-            full.copy_(values[name])
-        world.broadcast(full)
-        with torch.no_grad():
-            if isinstance(tensor, DTensor):
-                tensor.to_local().copy_(Division.of(tensor).local_part(full))
-            else:
-                tensor.copy_(full)
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return chain(model.named_parameters(), model.named_buffers())
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:

@@ -140,7 +140,6 @@ class View:
 
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
-        self.strategy = world.strategy
         self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)
         self.device = world.device
         self.in_step = InStep(lambda text: all_gather(text, world), is_alone=world.size == 1)
@@ -376,7 +375,7 @@ class View:
         Raises:
             RankMismatchError: they do not.
         """
-        if self.ranks.size == 1 or self.strategy.meta:  # with `meta` rank 0 alone has values
+        if self.ranks.size == 1:
             return
         digest = hashlib.blake2b(digest_size=8)
         for name, tensor in module.state_dict(keep_vars=True).items():

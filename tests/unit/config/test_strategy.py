@@ -103,7 +103,6 @@ def test_more_data_ranks_than_microbatches_is_an_error() -> None:
     [
         (StrategyConfig(name="ddp", offload=True), 2, "strategy.offload without a shard axis"),
         (StrategyConfig(name="ddp", gather="bf16"), 2, "strategy.gather without a shard axis"),
-        (StrategyConfig(name="tp", meta=True), 2, "strategy.meta without a shard axis"),
         (StrategyConfig(name="tp", stages=("b",)), 2, "strategy.stages without a pipeline axis"),
         (StrategyConfig(name="fsdp", hook="fp16"), 2, "strategy.hook with strategy.name fsdp"),
         (StrategyConfig(name="ddp", devices=2), 2, "strategy.devices with strategy.name ddp"),
