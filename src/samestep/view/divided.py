@@ -202,11 +202,8 @@ class DividedCall:
         if parameters is not None:
             forward = parameters.forward(forward)
         shared = before.shared_statistics()
-        draws = before.has_draws
-        if self._division.draw_factors and self._regions[0].seed is None:
-            draws = True
         positions = range(len(arguments))
-        states = [before.state_of_slice(copied=number > 0, draws=draws) for number in positions]
+        buffers = [before.buffers_of_slice(copied=number > 0) for number in positions]
         generators = generator_state(device)
 
         def compute(position: int, part: Part) -> OwnResult:
@@ -221,17 +218,17 @@ class DividedCall:
             aliases: AbstractContextManager[None] = nullcontext()
             if parameters is not None:
                 aliases = parameters.aliases_in_place(position)
-            with states[position].installed(), aliases:
+            with buffers[position].installed(), aliases:
                 yield
 
         parts = [Part(partial(compute, number), partial(turn, number)) for number in positions]
         threads = self._view.slice_threads
         results: list[OwnResult] = run_in_lockstep(parts, self._exchange, threads)
-        if not draws and generator_state(device) != generators:
+        if generator_state(device) != generators:
             self._has_other_changes = True  # each slice has drawn after the one before
-        # In reverse: the state after the first slice stays.
-        for state, result in zip(reversed(states), reversed(results), strict=True):
-            state.install()
+        # In reverse: the buffers after the first slice stay.
+        for own, result in zip(reversed(buffers), reversed(results), strict=True):
+            own.install()
             self._note_state(result)
         inputs: list[Any] = list(arguments)
         if parameters is not None:

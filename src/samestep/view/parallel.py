@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from samestep.distributed.devices import is_accelerator, use_deterministic_kernels
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.divided import DividedCall
-from samestep.view.division import is_worth_dividing
+from samestep.view.division import Division, is_worth_dividing
 from samestep.view.first_calls import CallOptions, FirstCalls, Next
 from samestep.view.kinds import Kind, KindsOfModule, submodules
 from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
@@ -113,6 +113,9 @@ class ParallelModule(FirstCalls):
             return kind.reason
         if call.slices.fewest_rows < division.minimum_rows:
             return "a part of the rows would be a single one"
+        state = self._shared_state(kind, division)
+        if division.sums and state is not None:
+            return f"{state}, and adds values of all rows"
         if self.strategy.has_stages and call.has_differentiated_arguments():
             return "its arguments need gradients, which only the first stage has"
         if self.options.strict or self.view.divides_small_calls or self.strategy.splits_module:
@@ -133,6 +136,16 @@ class ParallelModule(FirstCalls):
             is_cpu=not is_accelerator(self.view.device),
         )
         return None if is_worth else "so small that messages would take longer"
+
+    def _shared_state(self, kind: Kind, division: Division) -> str | None:
+        """Return what slices that take turns would share: buffers only are kept for each."""
+        if not self.is_exact and not self.strategy.has_stages:  # one slice
+            return None
+        if any(not isinstance(place, tuple) for place in kind.written):
+            return "writes attributes or draws outside of torch"
+        if division.draw_factors and not self.is_exact and not is_accelerator(self.view.device):
+            return "draws random numbers on CPUs"
+        return None
 
     def _divided(self, kind: Kind, call: Call) -> Any:
         """Compute the own rows and gather the outputs; compute the call whole if ranks disagree."""

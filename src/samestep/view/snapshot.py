@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any, TypeAlias
 
 import numpy
@@ -90,7 +89,9 @@ class Snapshot:
                     for saved in self._saved(place, [buffer]):
                         self._buffers.append((place, saved))
             if is_own or index in self._written:
-                self._save_attributes(index, ModuleState(part, alone=True))
+                state = ModuleState(part, alone=True)
+                # With tensors that are written in place, as a counter that is no buffer.
+                self._attributes.append((index, state, self._saved(index, state.tensors())))
         self._generators = {name: state() for name, state in _GENERATORS.items()}
         self._restore_generators = saved_generators(device)
 
@@ -103,15 +104,6 @@ class Snapshot:
             if not nn.parameter.is_lazy(tensor)
             if is_written or (tensor.layout is torch.strided and tensor.nbytes <= _LARGEST)
         ]
-
-    def _save_attributes(self, index: int, state: ModuleState) -> None:
-        # With tensors that are written in place, as a counter that is no buffer.
-        self._attributes.append((index, state, self._saved(index, state.tensors())))
-
-    @property
-    def has_draws(self) -> bool:
-        """Whether calls of the kind draw from the generators of Python or NumPy."""
-        return any(name in self._written for name in _GENERATORS)
 
     def restore(self) -> None:
         """Put the state back."""
@@ -130,12 +122,11 @@ class Snapshot:
         self._buffers = [entry for entry in self._buffers if entry[0] in self._written]
         self._attributes = [entry for entry in self._attributes if entry[0] in self._written]
 
-    def state_of_slice(self, *, copied: bool, draws: bool) -> StateOfSlice:
-        """Return the state that a slice writes: buffers or copies; attributes; generators.
+    def buffers_of_slice(self, *, copied: bool) -> BuffersOfSlice:
+        """Return the buffers that a slice writes, or copies of them, without `shared_statistics`.
 
         Args:
-            copied: whether to copy the buffers, without `shared_statistics`.
-            draws: whether the slice draws from a generator of the process.
+            copied: whether to copy the buffers.
         """
         own = [(place, saved.tensor) for place, saved in self._buffers if place in self._written]
         own = [(place, tensor) for place, tensor in own if not self._is_statistic(place)]
@@ -143,8 +134,9 @@ class Snapshot:
         if copied:
             tensors = _copies(tensors)
         tables = [(self._parts[index]._buffers, name) for (index, name), _ in own]
-        buffers = [(*table, tensor) for table, tensor in zip(tables, tensors, strict=True)]
-        return StateOfSlice(buffers, self.others(draws=draws), draws=draws)
+        return BuffersOfSlice(
+            [(*table, tensor) for table, tensor in zip(tables, tensors, strict=True)]
+        )
 
     def shared_statistics(self) -> frozenset[int]:
         """Return the identities of running statistics that all slices share, which are equal."""
@@ -157,21 +149,6 @@ class Snapshot:
         index, name = place
         part = self._parts[index]
         return isinstance(part, _BatchNorm) and _is_of_torch(part) and name in _STATISTICS
-
-    def others(self, *, draws: bool) -> Snapshot | None:
-        """Return the present state of the written places, without buffers; None without one."""
-        attributes = [
-            (index, state) for index, state, _ in self._attributes if index in self._written
-        ]
-        if not attributes and not draws:
-            return None
-        now = copy(self)
-        now._buffers = []
-        now._attributes = []
-        for index, state in attributes:
-            now._save_attributes(index, state.again())
-        now._restore_generators = saved_generators(self._device) if draws else _nothing
-        return now
 
     def changes(self) -> Written:
         """Return the places that have changed since, besides those of which it is known."""
@@ -211,44 +188,32 @@ class Snapshot:
         return values + [state() for name, state in _GENERATORS.items() if name in self._written]
 
 
-class StateOfSlice:
-    """State of one of several slices that take turns: each begins with the state before the call.
+class BuffersOfSlice:
+    """Buffers of one of several slices that take turns: each begins with those before the call.
 
     Args:
         buffers: (table, name, buffer) of the slice.
-        others: the other state, if there is any.
-        draws: whether the slice draws from a generator of the process.
     """
 
     def __init__(
-        self,
-        buffers: Sequence[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]],
-        others: Snapshot | None,
-        *,
-        draws: bool,
+        self, buffers: Sequence[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]]
     ) -> None:
         self._buffers = buffers
-        self._others = others
-        self._draws = draws
 
     def install(self) -> None:
-        """Put the state into the module and the generators."""
+        """Put the buffers into the module."""
         for table, name, buffer in self._buffers:
             table[name] = buffer
-        if self._others is not None:
-            self._others.restore()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put the state into module and generators during the block, and keep that at its end."""
+        """Put the buffers into the module during the block, and keep those at its end."""
         before = [table[name] for table, name, _ in self._buffers]
         self.install()
         try:
             yield
         finally:
             self._buffers = [(table, name, table[name]) for table, name, _ in self._buffers]
-            if self._others is not None:
-                self._others = self._others.others(draws=self._draws)
             for (table, name, _), buffer in zip(self._buffers, before, strict=True):
                 table[name] = buffer
 
@@ -259,10 +224,6 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if copies:
         torch._foreach_copy_(copies, [tensor.detach() for tensor in tensors])
     return copies
-
-
-def _nothing() -> None:
-    """Restore no generator."""
 
 
 def _is_of_torch(part: nn.Module) -> bool:
