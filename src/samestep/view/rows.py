@@ -23,16 +23,13 @@ from samestep.view.rows_rules import (
     Arguments,
     Function,
     Options,
-    along_inner,
     as_rows,
-    elementwise,
     is_inner,
     leading,
     named,
     of_own,
     own_part,
     values_at,
-    views,
 )
 from samestep.view.rows_tensor import (
     METADATA,
@@ -97,36 +94,6 @@ def _sum_or_mean(function: Function, arguments: Arguments, options: Options) -> 
     if function in (torch.mean, Tensor.mean):
         part = part * _share(rows)
     return _total(function, part, rows)
-
-
-def _count(function: Function, arguments: Arguments, options: Options) -> Any:
-    """`any`, `all` and `count_nonzero` of all elements."""
-    rows: Any = next(iter(arguments), None)
-    if len(arguments) != 1 or options or not is_apart(rows):
-        return along_inner(function, arguments, options)
-    own = function(rows._rows_own)
-    number = _total(function, own.long(), rows)
-    if function in (torch.count_nonzero, Tensor.count_nonzero):
-        return number
-    needed = 1
-    if function in (torch.all, Tensor.all):
-        needed = rows._rows_bounds.ranks.size
-    return (number >= needed).to(own.dtype)
-
-
-def _extreme(function: Function, arguments: Arguments, options: Options) -> Any:
-    """`max` and `min` of all elements, of two tensors, or along a dimension."""
-    rows: Any = next(iter(arguments), None)
-    if len(arguments) == 2 and isinstance(arguments[1], Tensor):
-        return elementwise(function, arguments, options)
-    if len(arguments) != 1 or options or not is_apart(rows):
-        return along_inner(function, arguments, options)
-    if rows._rows_own.requires_grad and torch.is_grad_enabled():
-        return NotImplemented  # the gradient of equal elements needs all of them
-    set_operation(rows, function)
-    ranks = rows._rows_bounds.ranks
-    places = [(rank, rank + 1) for rank in range(ranks.size)]
-    return function(ranks.gather_rows([function(rows._rows_own).reshape(1)], places, 1))
 
 
 def _loss(function: Function, arguments: Arguments, options: Options) -> Any:
@@ -220,13 +187,6 @@ def _register_hook(function: Function, arguments: Arguments, options: Options) -
     return function(rows._rows_own, with_rows)
 
 
-def _backward(function: Function, arguments: Arguments, options: Options) -> Any:
-    rows = arguments[0]
-    if not is_apart(rows):
-        return NotImplemented
-    return of_own(function, rows, arguments, options)
-
-
 def _listed(value: Any) -> list[Any]:
     if value is None or isinstance(value, Tensor):
         return [value]
@@ -293,13 +253,6 @@ def _refuse(function: Function, arguments: Arguments, options: Options) -> Any:
     raise excluded("other memory for divided rows")
 
 
-def _data(function: Function, arguments: Arguments, options: Options) -> Any:
-    """`data`, which is `detach` apart from the version."""
-    if not is_apart(arguments[0]):
-        return NotImplemented
-    return views(Tensor.detach, arguments, options)
-
-
 def _of_attributes(names: str, rule: Rule, method: str = "__get__") -> dict[Any, Rule]:
     return {getattr(getattr(Tensor, name), method): rule for name in names.split()}
 
@@ -330,17 +283,13 @@ RULES.update(
     {
         **RULES_BY_ROWS,
         **named("sum mean", _sum_or_mean),
-        **named("any all count_nonzero", _count),
-        **named("max min", _extreme),
         **{getattr(functional, name): _loss for name in _LOSSES.split()},
         **_of_attributes("grad", _gradient),
         **_of_attributes("grad", _set_gradient, "__set__"),
-        **_of_attributes("data", _data),
         **_of_attributes("data", _refuse, "__set__"),
         **_of_attributes("requires_grad", _change_graph, "__set__"),
         **named("requires_grad_ retain_grad detach_", _change_graph),
         **named("register_hook", _register_hook),
-        **named("backward", _backward),
         torch.autograd.grad: _grad,
         Tensor.__repr__: _represent,
         **named(_OTHER_MEMORY, _refuse),

@@ -197,11 +197,6 @@ def _behind_rows(rows: Rows, arguments: Arguments, options: Options) -> bool:
     return is_inner(values_at(arguments, options, 1, 2, "dim"), rows._rows_own.dim() + 1)
 
 
-def _repeats_inner(rows: Rows, arguments: Arguments, options: Options) -> bool:
-    sizes = values_at(arguments, options, 1, None)
-    return sizes[:1] == [1] and len(sizes) == rows._rows_own.dim()
-
-
 def _where(function: Function, arguments: Arguments, options: Options) -> Any:
     if len(arguments) + len(options) > 2:
         return elementwise(function, arguments, options)
@@ -272,14 +267,6 @@ def _flatten(function: Function, arguments: Arguments, options: Options) -> Any:
     return _reshaped(rows, Tensor.reshape, sizes)
 
 
-def _squeeze(function: Function, arguments: Arguments, options: Options) -> Any:
-    """Remove inner dimensions of size 1: the rows of one rank may be a single one."""
-    if len(arguments) > 1 or options:
-        return _inner(is_view=True)(function, arguments, options)
-    dimensions = [index for index, size in enumerate(arguments[0].shape) if index and size == 1]
-    return views(torch.squeeze, (arguments[0], tuple(dimensions)), {})
-
-
 def _contiguous(function: Function, arguments: Arguments, options: Options) -> Any:
     """Copy unless all rows are contiguous; a single one is in more layouts than several."""
     rows = arguments[0]
@@ -339,24 +326,6 @@ def _get_item(function: Function, arguments: Arguments, options: Options) -> Any
     return as_rows(rows._rows_own[index], rows)
 
 
-def _set_item(function: Function, arguments: Arguments, options: Options) -> Any:
-    """Write a value without rows where a mask or an index of inner dimensions selects."""
-    rows, index, value = arguments
-    if not is_apart(rows) or (isinstance(value, Tensor) and value.dim() > 0):
-        return NotImplemented
-    is_mask = is_apart(index) and index.dtype == torch.bool
-    if (
-        is_mask
-        and index._rows_own.dim() <= rows._rows_own.dim()
-        and index._rows_bounds.is_equal(rows._rows_bounds)
-    ):
-        index = index._rows_own
-    elif isinstance(index, Rows) or not _keeps_rows(index, rows._rows_own.dim()):
-        return NotImplemented
-    rows._rows_own[index] = own_part(value, rows)
-    return None
-
-
 _ELEMENTWISE = """
     add sub mul div true_divide divide multiply subtract floor_divide remainder fmod pow
     float_power neg negative abs absolute sign sgn signbit exp exp2 expm1 log log1p log2 log10
@@ -389,7 +358,8 @@ _IMAGES = """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
     adaptive_max_pool2d adaptive_max_pool3d"""
 _ALONG = """
-    softmax log_softmax softmin argmax argmin amax amin cumsum cumprod logcumsumexp logsumexp
+    softmax log_softmax softmin any all count_nonzero max min argmax argmin amax amin cumsum cumprod
+    logcumsumexp logsumexp
     prod aminmax median nanmedian nanmean nansum std var std_mean var_mean mode cummax cummin
     gather take_along_dim scatter scatter_add scatter_ scatter_add_ index_select"""
 
@@ -408,18 +378,15 @@ RULES_BY_ROWS: dict[Any, Rule] = {
     **named("flip", _inner(1, None)),
     **named("roll", _inner(2, 3)),
     **named("detach", views),
-    **named("unbind narrow select unflatten", _inner(is_view=True)),
+    **named("unbind narrow select squeeze unflatten", _inner(is_view=True)),
     **named("chunk split tensor_split split_with_sizes", _inner(2, 3, is_view=True)),
     Tensor.unfold: _inner(is_view=True),
     **named("transpose swapaxes swapdims movedim moveaxis", _inner(1, 3, is_view=True)),
     **named("unsqueeze", _by_rows(_behind_rows, is_view=True)),
     **named("permute", _by_rows(_keeps_first, is_view=True)),
-    **named("repeat", _by_rows(_repeats_inner)),
-    **named("squeeze", _squeeze),
     **named("contiguous", _contiguous),
     **named("view reshape view_as reshape_as", _reshape),
     **named("flatten", _flatten),
     **named("cat concat concatenate stack", _concatenate),
     Tensor.__getitem__: _get_item,
-    Tensor.__setitem__: _set_item,
 }

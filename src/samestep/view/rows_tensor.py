@@ -10,7 +10,6 @@ Decisions: docs/decisions/global-view.md
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -128,16 +127,6 @@ class Rows(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy a plain tensor."""
         return gathered(self).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the own rows."""
-        if id(self) not in memo:
-            copied = copy.deepcopy(self._rows_own, memo)
-            if not is_apart(self):
-                bounds = self._rows_bounds
-                copied.data.copy_(gathered(self).detach()[bounds.start : bounds.stop])
-            memo[id(self)] = Rows(copied, self._rows_bounds)
-        return memo[id(self)]
 
 
 _CLASSES = {Rows, torch.Tensor, nn.Parameter}
