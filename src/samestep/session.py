@@ -10,7 +10,6 @@ import faulthandler
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -47,7 +46,6 @@ from samestep.launcher.failure import Failure
 from samestep.launcher.process_group import (
     Membership,
     SessionOptions,
-    adopt_process_group,
     create_process_group,
     other_launcher,
     place_of,
@@ -60,7 +58,6 @@ from samestep.launcher.worker import end_loader_workers, exit_process
 if TYPE_CHECKING:
     from samestep.loggers.logger import Logger
 
-_RELEASE_SECONDS = 0.01
 _EXIT_SECONDS = 10.0
 
 
@@ -71,7 +68,7 @@ def start(
     """Join the other ranks for a block, and yield the world.
 
     Arguments are those of `init`; `exact` and one thread are the defaults, and torch's default
-    group is not private. The process group ends with the block, unless it was adopted.
+    group is not private. The process group ends with the block.
 
     Raises:
         InputError: as `init`.
@@ -90,7 +87,6 @@ def init(
     run: str | Path | None = None,
     loggers: Sequence[Logger | str] = (),
     share_gpu: bool = False,
-    adopt: bool = False,
 ) -> World:
     """Join the other ranks, and return the world.
 
@@ -122,8 +118,6 @@ def init(
         loggers: loggers of `World.log`, used on rank 0 and closed at the end of the world. With a
             run, they receive its events too; also `tensorboard` and `wandb` by name.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
-        adopt: use the process group of another library in this process, if there is one, with its
-            ranks and device; the group stays afterwards. Ranks are not watched for hangs.
 
     Raises:
         InputError: device, default device or mesh do not fit, a process group exists, the run
@@ -132,9 +126,8 @@ def init(
     needs_default_group = strategy is not None and (
         strategy.name not in ("auto", "ddp") or strategy.ranks_per_model > 1
     )
-    is_private = not adopt and not needs_default_group
-    every = (device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads)
-    return join(SessionOptions(*every, is_private=is_private))
+    every = (device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, threads)
+    return join(SessionOptions(*every, is_private=not needs_default_group))
 
 
 def join(options: SessionOptions) -> World:
@@ -144,7 +137,7 @@ def join(options: SessionOptions) -> World:
         return process_state.world
     stack = process_state.exit_stack
     world = stack.enter_context(_session(options))
-    if not options.adopt and world.size > 1:
+    if world.size > 1:
         # A script without seeds draws equal numbers on all ranks.
         for generator in passed_generators(world.device):
             state = generator.state()
@@ -154,12 +147,9 @@ def join(options: SessionOptions) -> World:
     world = replace(world, session=replace(world.session, exit_stack=stack))
     process_state.world = world
     stack.callback(setattr, process_state, "world", None)
-    job = None
-    if not options.adopt:
-        job = process_state.external_job
-    uncaught = UncaughtErrors(job, world.session.status)
+    uncaught = UncaughtErrors(process_state.external_job, world.session.status)
     stack.push(uncaught.close)
-    atexit.register(_end_script, world, uncaught, is_adopted=options.adopt)
+    atexit.register(_end_script, uncaught)
     return world
 
 
@@ -168,10 +158,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
     worker = process_state.worker
     status = local_rank_status() if worker is None else worker.rank_status
     status.is_free = options.is_private
-    if options.adopt and dist.is_initialized():
-        own = adopt_process_group(options)
-    else:
-        own = create_process_group(options, status)
+    own = create_process_group(options, status)
     set_threads(options, own)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
     status.device_clock = device_clock(own.device) if own.size > 1 else None
@@ -246,11 +233,6 @@ def _leave(world: World, own: Membership) -> None:
         own.watchdog.close()
         world.barrier()  # otherwise a watchdog could find the store gone
     world.session.status.finish()
-    if own.is_adopted:
-        # The owner may exit now. Threads of gloo that still release the barrier's objects would
-        # abort the process.
-        time.sleep(_RELEASE_SECONDS)
-        return
     if process_state.worker is not None:
         process_state.finished_groups.append(own.group or dist.group.WORLD)
     destroy(own.group)
@@ -261,7 +243,7 @@ def _leave_after_failure(own: Membership) -> None:
         own.watchdog.join_if_ending()
     # With other ranks the group stays: they may wait in a collective for this rank, and the
     # teardown for them.
-    if own.size == 1 and not own.is_adopted:
+    if own.size == 1:
         destroy(own.group)
 
 
@@ -334,22 +316,18 @@ class UncaughtErrors:
             self._hook_before(kind, error, trace)
 
 
-def _end_script(world: World, uncaught: UncaughtErrors, *, is_adopted: bool) -> None:
+def _end_script(uncaught: UncaughtErrors) -> None:
     error: BaseException | None = getattr(sys, "last_value", None)
-    if process_state.external_job is not None and not is_adopted and isinstance(error, Exception):
+    if process_state.external_job is not None and isinstance(error, Exception):
         # The destructor of a process group waits for collectives in progress, which other ranks may
         # never join. A thread of C code ends the process at any point of the interpreter's end.
         null = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True, file=null)
-    # The library that owns an adopted group may have destroyed it.
-    stack = process_state.exit_stack
-    if is_adopted and not dist.is_initialized():
-        stack = world.session.resources
     try:
         # After an uncaught exception, other ranks may wait in a collective for this one, and the
         # teardown for them.
         kind = None if error is None else type(error)
-        stack.__exit__(kind, error, None)
+        process_state.exit_stack.__exit__(kind, error, None)
     except Exception as failure:  # boundary: nothing is above, and an error is no exit code yet
         uncaught.report(failure)
         exit_process(EXIT_FAILED)

@@ -1,4 +1,4 @@
-"""Process group of this rank: options, device, other ranks; created, or adopted from a library."""
+"""Process group of this rank: options, device, other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
 from samestep.config.exclusions import require_compatible
@@ -60,7 +59,6 @@ class SessionOptions:
     run: str | Path | None = None
     loggers: tuple[Any, ...] = ()  # `samestep.loggers.logger.Logger`s, or their names
     share_gpu: bool = False
-    adopt: bool = False
     threads: int | None = None
     is_private: bool = False  # the script sees neither the group nor the launcher's variables
     sees_own_devices: bool = False  # the devices of other ranks are not visible
@@ -111,7 +109,6 @@ class Membership(NamedTuple):
     rendezvous: Rendezvous | None = None  # of another launcher
     watchdog: PeerWatchdog | None = None  # of ranks that another launcher started
     group: dist.ProcessGroup | None = None  # None for the default group
-    is_adopted: bool = False  # another library created the default group, and destroys it
 
 
 def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Membership:
@@ -124,8 +121,7 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
         raise InputError(
             "this process already has a process group",
             expected="one samestep.init() at a time, without init_process_group",
-            fix="pass the existing world to the code that needs one, or adopt=True for the group "
-            "of another library",
+            fix="pass the existing world to the code that needs one",
             code="E_LAUNCH",
         )
     require_default_device()
@@ -253,71 +249,3 @@ def set_threads(options: SessionOptions, own: Membership) -> None:
     # this call at the same time, one of them can compute with a generic kernel, with other
     # rounding.
     torch.tanh(torch.zeros(16))
-
-
-def adopt_process_group(options: SessionOptions) -> Membership:
-    """Return the place of this rank in the default group of another library; collective.
-
-    A group for one kind of device, such as NCCL's, gets a second one beside it for both kinds.
-
-    Raises:
-        InputError: ranks share a GPU, or the strategy needs groups for parts of the ranks, which
-            the group's backend cannot provide.
-    """
-    sharing = options.sharing
-    require_default_device()
-    prepare_torch_environment(loopback=False)  # the library has chosen the network interface
-    group = dist.group.WORLD
-    assert group is not None
-    backends = {kind.type: group._get_backend(kind).name() for kind in group._device_types}
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    limit = options.timeout or TIMEOUT
-    configure_logging(rank)
-    process_state.worlds += 1  # equal on all ranks
-    store = dist.PrefixStore(f"samestep/world-{process_state.worlds}", _get_default_store())
-    device = _adopted_device(options.device, group, backends.get(ACCELERATOR))
-    backend = backends.get(device.type) or sharing or "nccl"
-    if is_accelerator(device):
-        accelerator_module().set_device(device)
-        if sharing == "nccl":
-            share_gpus_by_nccl(rank, loopback=False)
-        if backend != "gloo" and sharing is None:
-            require_own_gpus(store, rank, size, gpu_uuids(device, 1))
-    if {_CPU.type, device.type} <= {*backends}:
-        return Membership(rank, size, device, store, limit, is_adopted=True)
-    shape = resolve_mesh(options.strategy or StrategyConfig(), size)
-    if shape.splits_model:
-        raise InputError(
-            f"the mesh {shape.name} in a process group for {', '.join(sorted(backends))}",
-            expected=f"a group for the CPU and {device.type}: groups for parts of the ranks have "
-            "the same backends",
-            fix=f'init_process_group("cpu:gloo,{ACCELERATOR}:nccl"), or a strategy that replicates '
-            "the model",
-            code="E_LAUNCH",
-        )
-    second = "gloo"
-    if is_accelerator(device):
-        second = f"cpu:gloo,{device.type}:{backend}"
-    own = dist.new_group(backend=second, timeout=limit)
-    return Membership(rank, size, device, store, limit, group=own, is_adopted=True)
-
-
-def _adopted_device(
-    kind: DeviceKind, group: dist.ProcessGroup, backend: str | None
-) -> torch.device:
-    """Return the device that the library chose: of a kind, or of the backend for `auto`."""
-    if kind == "cpu":
-        return _CPU
-    available = accelerator_module().device_count()
-    if kind == "auto" and not (available and backend not in (None, "gloo")):
-        return _CPU
-    first_gpu_index(0, 1, available)  # there is one
-    index: int = accelerator_module().current_device()
-    if group.bound_device_id is not None:
-        index = group.bound_device_id.index
-    if index == 0 and available > 1:  # nothing has been chosen, or the first device
-        rendezvous = read_rendezvous()
-        if rendezvous is not None and rendezvous.local_rank < available:
-            index = rendezvous.local_rank
-    return torch.device(ACCELERATOR, index)
