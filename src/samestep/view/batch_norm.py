@@ -1,4 +1,4 @@
-"""Batch norm and instance norm inside of a divided call: statistics of the whole batch.
+"""Batch norm inside of a divided call: statistics of the whole batch.
 
 Ioffe & Szegedy, "Batch Normalization" (2015). Moments of ranks are combined as in Chan, Golub &
 LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
@@ -46,7 +46,7 @@ def _batch_norm(
     if not training:
         return functional.batch_norm(input, *running, *others)
     if region.local_batch_norm:
-        return _with_own_statistics(functional.batch_norm, region, input, running, *others)
+        return _with_own_statistics(region, input, running, *others)
     update = None
     if id(running_mean) not in region.shared_statistics:
         update = partial(_update, running_mean, running_var, momentum)
@@ -56,32 +56,15 @@ def _batch_norm(
     return outputs
 
 
-def _instance_norm(
-    region: Region,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
-    function: Callable[..., Tensor] = partial(functional.instance_norm, **options)
-    running = (running_mean, running_var)
-    uses_input = options.get("use_input_stats", [*others[2:3], True][0])
-    if not uses_input or running_mean is None:
-        return function(input, *running, *others)
-    return _with_own_statistics(function, region, input, running, *others)
-
-
 def _with_own_statistics(
-    function: Callable[..., Tensor],
-    region: Region,
-    input: Tensor,
-    running: Sequence[Tensor | None],
-    *others: Any,
+    region: Region, input: Tensor, running: Sequence[Tensor | None], *others: Any
 ) -> Tensor:
     """Normalize by the own rows. Running statistics become means of the slices, by their rows."""
     own = [None if values is None else values.clone() for values in running]
-    outputs = function(input, *own, *others) if input.numel() else torch.empty_like(input)
+    outputs = torch.empty_like(input)
+    if input.numel():
+        mean, variance = own
+        outputs = functional.batch_norm(input, mean, variance, *others)
 
     def sum_without_graph(sums: Sums, parts: Sequence[Tensor]) -> list[Tensor]:
         return [sums.sum(parts)] * len(parts)
@@ -383,5 +366,4 @@ BATCH_NORM_RULES: dict[Callable[..., Any], Rule] = {
     torch.batch_norm: _rule(
         lambda region, x, w, b, mean, var, *o: _batch_norm(region, x, mean, var, w, b, *o[:3])
     ),
-    functional.instance_norm: _rule(_instance_norm),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,35 +94,20 @@ class BackwardCode:
     Args:
         parts: the module and its submodules; a trial restores their state.
         nodes: nodes of functions that are written in Python.
-        hooks: functions that pack or unpack saved tensors.
-        outputs: outputs of the call.
     """
 
-    def __init__(
-        self,
-        parts: Iterable[nn.Module],
-        nodes: Iterable[Any],
-        hooks: Iterable[Callable[..., Any]],
-        outputs: Iterable[Any],
-    ) -> None:
-        roots: list[Any] = [hook for hook in hooks if not is_library(hook)]
-        self._words = "has a hook of saved tensors that keeps state"
+    def __init__(self, parts: Iterable[nn.Module], nodes: Iterable[Any]) -> None:
+        roots: list[Any] = []
         self._waiting: set[int] = set()  # nodes that no backward has reached
-        ends: list[Any] = []
-        if roots:
-            ends = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor)]
         for node in nodes:
             functions = list(_functions_of(node))
             if functions:
                 roots += [*functions, *_shared_values(node)]
-                ends.append(node)
-                self._words = "has an autograd function whose backward keeps state"
+                self._wait_for(node)
         self._reachable: Reachable | None = None
         if roots:
             self._reachable = Reachable(nn.Module(), roots, names=_ENTRIES, own=parts)
             self._before = self._reachable.digest()
-            for end in set(ends) - {None}:
-                self._wait_for(end)
 
     def _wait_for(self, node: Any) -> None:
         waiting = self._waiting  # the graph keeps this set, not the object
@@ -144,7 +129,7 @@ class BackwardCode:
         if self._reachable is None:
             return
         if changed(self._before, self._reachable.digest()) is not None:
-            raise ComputedWhole(self._words)
+            raise ComputedWhole("has an autograd function whose backward keeps state")
 
 
 def _functions_of(node: Any) -> Iterator[types.FunctionType]:

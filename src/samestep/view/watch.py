@@ -20,7 +20,7 @@ from samestep.distributed.rng import torch_generator
 from samestep.view.graph import BackwardCode, captures, sequence_number
 from samestep.view.leaves import VALUES, TensorReference, flatten, is_held_elsewhere, kept_elsewhere
 from samestep.view.operations import RULES, Operation, Operations, is_number
-from samestep.view.reachable import FUNCTIONS, Reachable, changed, tensor_mark
+from samestep.view.reachable import FUNCTIONS, Reachable, changed, is_library, tensor_mark
 
 _ARGUMENTS = (
     *(*VALUES, *FUNCTIONS, types.BuiltinFunctionType),
@@ -99,6 +99,8 @@ def watch(
             yield "changes a container among its arguments"
         yield changed(before, reachable.digest())
         yield recorder.reason
+        if not all(is_library(hook) for hook in recorder.saving):
+            yield "runs inside of hooks of saved tensors"
         if _gradients(module) != gradients:
             yield "writes gradients of parameters"
         yield _foreign_leaf(returned, VALUES, "returns")
@@ -117,9 +119,7 @@ def watch(
         reason=reason,
         operations=tuple(recorder.functions),
         uses_checkpointing=uses_checkpointing,
-        backward_code=BackwardCode(
-            module.modules(), collected.functions, recorder.saving, returned
-        ),
+        backward_code=BackwardCode(module.modules(), collected.functions),
         is_first_again=is_first_again,
     )
 

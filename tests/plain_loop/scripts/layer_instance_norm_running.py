@@ -1,4 +1,4 @@
-# expect: divided
+# expect: whole: writes running
 # Instance norm with running statistics: a buffer that averages over the samples of the batch.
 import torch
 from common import report

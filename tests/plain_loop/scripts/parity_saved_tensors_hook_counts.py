@@ -1,4 +1,4 @@
-# expect: whole: hook of saved tensors
+# expect: whole: inside of hooks of saved tensors
 # Hooks of saved tensors around the call of the model count, and the count steers the gradient.
 import torch
 import torch.nn.functional as F

@@ -292,23 +292,6 @@ def test_torch_batch_norm_has_the_same_rule() -> None:
     assert_close(torch.cat(outputs), expected)
 
 
-@pytest.mark.parametrize("by_position", [False, True])
-def test_instance_norm_averages_running_statistics_over_all_rows(by_position: bool) -> None:
-    inputs = torch.randn(6, 4, 5, dtype=torch.float64)
-
-    class Layer(nn.InstanceNorm1d):
-        def forward(self, input: Tensor) -> Tensor:
-            if not by_position:
-                return super().forward(input)
-            return functional.instance_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, True, 0.1, 1e-5
-            )
-
-    calls = compare(Layer(4, affine=True, track_running_stats=True).double(), inputs, [1, 3, 2])
-    assert calls == 2 * 2  # forwards only: mean and variance
-    compare(nn.InstanceNorm1d(4).double(), inputs, [1, 3, 2])
-
-
 def test_local_statistics_average_running_statistics() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(6, 4, dtype=torch.float64)
