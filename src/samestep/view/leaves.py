@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import gc
 import sys
 import types
@@ -32,8 +31,7 @@ _CLOSED = (
     *(nn.Module, types.ModuleType, types.FunctionType, types.MethodType),
     types.BuiltinFunctionType,
 )
-_NEW = (object.__new__, dict.__new__, types.SimpleNamespace.__new__)
-_newobj: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+_COPIES = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")  # how objects are copied
 
 
 @dataclass
@@ -47,16 +45,20 @@ class _Opened:
 register_pytree_node(
     _Opened,
     lambda opened: ([opened.content], opened.kind),
-    lambda content, kind: _rebuilt(kind, *next(iter(content))),
+    lambda content, kind: _rebuilt(kind, *content),
 )
+
+
+class _Plain:
+    """Object with attributes alone."""
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves and the structure of a value.
 
     `tree_unflatten` makes new objects without `__init__`. Objects that have only attributes are
-    opened: dataclasses, namespaces, distributions, caches. Other objects are leaves, and so is an
-        object that stands in several places.
+    opened: dataclasses without slots, distributions, caches. Other objects are leaves, and so is an
+    object that stands in several places.
     """
     return tree_flatten(_opened(value, []), is_leaf=_is_size)
 
@@ -114,37 +116,25 @@ def _is_size(value: Any) -> bool:
     return type(value) is torch.Size
 
 
-def _content(value: Any) -> tuple[Any, dict[Any, Any]] | None:
-    """Return the attributes and the items of an object; None if it may have more than these."""
+def _content(value: Any) -> Any:
+    """Return the attributes of an object; None if it may have more than these."""
     kind: Any = type(value)
     if kind is torch.Size:
-        return tuple(value), {}
-    has_end = isinstance(value, _CLOSED) or hasattr(kind, "__del__")
-    loses_state = kind.__getstate__ is not object.__getstate__ and not hasattr(kind, "__setstate__")
-    if has_end or loses_state or kind.__new__ not in _NEW:
+        return tuple(value)
+    is_closed = isinstance(value, _CLOSED) or hasattr(kind, "__del__")
+    is_plain = kind.__basicsize__ == _Plain.__basicsize__ and not hasattr(kind, "__setstate__")
+    if is_closed or not is_plain or not hasattr(value, "__dict__"):
         return None
-    try:
-        create, arguments, state, items, pairs = (*object.__reduce_ex__(value, 4), None, None)[:5]
-    except Exception:  # boundary: objects with a hidden state, whose reducers may raise anything
+    if any(getattr(kind, name) is not getattr(object, name) for name in _COPIES):
         return None
-    if items is None and arguments in ((kind,), ()) and create in (_newobj, kind):
-        return state, dict(pairs or ())
-    return None
+    return dict(vars(value))
 
 
-def _rebuilt(kind: Any, state: Any, items: dict[Any, Any]) -> Any:
+def _rebuilt(kind: Any, content: Any) -> Any:
     if kind is torch.Size:
-        return torch.Size(state)
-    new: Any = kind.__new__(kind)
-    if isinstance(new, dict):
-        dict.update(new, items)
-    if hasattr(kind, "__setstate__"):
-        new.__setstate__(state)
-        return new
-    parts = state if isinstance(state, tuple) else (state,)  # of a dictionary, and of slots
-    for part in parts:
-        for name, value in (part or {}).items():
-            object.__setattr__(new, name, value)  # also of frozen dataclasses
+        return torch.Size(content)
+    new = object.__new__(kind)
+    vars(new).update(content)  # also of frozen dataclasses
     return new
 
 

@@ -1,7 +1,6 @@
 # expect: divided
-# Outputs in namespaces, slotted dataclasses, subclasses of dict, and objects that compute, with sizes of the batch.
+# Outputs in frozen dataclasses, dictionaries, and objects that compute, with sizes of the batch.
 import dataclasses
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +8,17 @@ from common import perceptron, report, train
 from torch import nn
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Heads:
     logits: torch.Tensor
     extra: list
 
 
-class Bag(dict):
-    __getattr__ = dict.__getitem__
+@dataclasses.dataclass
+class Output:
+    prediction: object
+    heads: Heads
+    bag: dict
 
 
 class Prediction:
@@ -39,10 +41,10 @@ class Net(nn.Module):
     def forward(self, x):
         logits = self.net(x)
         normal = torch.distributions.Normal(logits.tanh(), logits.exp())
-        return SimpleNamespace(
+        return Output(
             prediction=Prediction(logits, "first"),
             heads=Heads(logits * 2, [logits.square(), None]),
-            bag=Bag(normal=torch.distributions.Independent(normal, 1), rows=len(x)),
+            bag=dict(normal=torch.distributions.Independent(normal, 1), rows=len(x)),
         )
 
 
@@ -53,10 +55,9 @@ model = Net()
 def loss_function(x, y):
     output = model(x)
     assert type(output.prediction) is Prediction
-    assert type(output.bag) is Bag
-    assert output.bag.rows == len(x)
-    assert output.bag.normal.batch_shape == (len(x),)
-    likelihood = output.bag.normal.log_prob(torch.ones(4)).mean()
+    assert output.bag["rows"] == len(x)
+    assert output.bag["normal"].batch_shape == (len(x),)
+    likelihood = output.bag["normal"].log_prob(torch.ones(4)).mean()
     return output.prediction.loss(y) + 0.1 * output.heads.extra[0].mean() - 0.01 * likelihood
 
 
