@@ -52,7 +52,6 @@ PUBLIC = {
     "main_first",
     "no_sync",
     "parallel",
-    "reduce_dict",
     "request_stop",
     "train",
 }

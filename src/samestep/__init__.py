@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.session import init as init
     from samestep.session import is_main as is_main
     from samestep.session import main_first as main_first
-    from samestep.session import reduce_dict as reduce_dict
     from samestep.session import request_stop as request_stop
     from samestep.strategies.divided_parameters import full_state_dict as full_state_dict
 
@@ -50,7 +49,6 @@ _HOMES = {
     "main_first": "session",
     "no_sync": "global_view",
     "parallel": "global_view",
-    "reduce_dict": "session",
     "request_stop": "session",
     "train": "cli.train",
 }

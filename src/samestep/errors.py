@@ -52,7 +52,6 @@ CODES = {
     "E_LAUNCH": "A launch is invalid, nested in another, or does not fit its launcher.",
     "E_MACHINE": "A limit of the machine is too low, or its loopback does not work.",
     "E_NOT_PICKLABLE": "A function, an argument or a result cannot be sent between processes.",
-    "E_REDUCE_DICT": "`reduce_dict` received different keys or shapes, or counted nothing.",
     "E_SHAPE": "Outputs, targets, weights or a loss have shapes that do not fit.",
     "E_OPTIMIZER": "The optimizer does not hold the trained parameters, or does not fit.",
     "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",

@@ -10,15 +10,14 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from math import isclose
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,6 @@ from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.torch_errors import fix_lines
 from samestep.distributed.world import (
     Session,
-    Value,
     World,
     build_world,
     destroy,
@@ -405,38 +403,12 @@ def all_gather(value: Any, world: World | None = None) -> list[Any]:
         PeerLostError: another rank ended.
     """
     values = collectives.all_gather(value, world or init())
-    _note_equal_values("all_gather", partial(_are_equal, values))
+    view = process_state.view
+    if view is not None and view.ranks.size > 1 and _are_equal(values):
+        file, number = script_line(sys._getframe(1))
+        text = f"{file}:{number}: samestep.all_gather of equal values: every rank has whole "
+        view.note(f"{text}batches, so a sum over ranks counts each value {view.ranks.size} times")
     return values
-
-
-def reduce_dict(
-    values: Mapping[str, Value],
-    world: World | None = None,
-    *,
-    count: float = 1.0,
-    reduce: Literal["mean", "sum"] = "mean",
-) -> dict[str, Value]:
-    """Return the mean of each value over ranks, weighted by `count`, or the sum. Collective.
-
-    With the number of samples as `count`, the result is the mean over all samples, not a mean of
-    means. All ranks get the same bits.
-
-    Args:
-        values: numbers, or tensors with the same shape on every rank; the same keys on every rank.
-        world: the ranks; None for those of `samestep.init`.
-        count: number of items behind the values of this rank; 0 for a rank without items, whose
-            values are ignored.
-        reduce: `mean`, or `sum` of the values, in which counts other than 0 have no weight.
-
-    Raises:
-        InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is
-            unknown.
-    """
-    world = world or init()
-    results = collectives.reduce_dict(values, world, count=count, reduce=reduce)
-    if reduce == "sum":
-        _note_equal_values("reduce_dict", partial(_is_multiple, results, values, world.size))
-    return results
 
 
 def _are_equal(values: Sequence[Any]) -> bool:
@@ -446,20 +418,3 @@ def _are_equal(values: Sequence[Any]) -> bool:
         return len(kinds) == 1 and all(torch.equal(first, one) for one in values)
     is_number = type(first) in (int, float) and first != 0  # sums of zeros are right
     return is_number and values.count(first) == len(values)
-
-
-def _is_multiple(sums: Mapping[str, Any], values: Mapping[str, Any], size: int) -> bool:
-    """Whether the sums of numbers are `size` times the own values."""
-    numbers = {name: one for name, one in values.items() if type(one) in (int, float) and one}
-    equal = [isclose(sums[name], one * size) for name, one in numbers.items()]
-    return bool(equal) and all(equal)
-
-
-def _note_equal_values(function: str, are_equal: Callable[[], bool]) -> None:
-    """Report a line of the script once that has gathered equal values of several ranks."""
-    view = process_state.view
-    if view is None or view.ranks.size == 1 or not are_equal():
-        return
-    file, number = script_line(sys._getframe(2))
-    text = f"{file}:{number}: samestep.{function} of equal values: every rank has whole batches, "
-    view.note(f"{text}so a sum over ranks counts each value {view.ranks.size} times")

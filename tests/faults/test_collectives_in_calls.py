@@ -60,7 +60,6 @@ COLLECTIVES: dict[str, Collective] = {
     "all_reduce  ": lambda tensor, world: functional.all_reduce(tensor, "sum", world.process_group) + 0,
     "all_reduce   ": lambda tensor, _: differentiable.all_reduce(tensor),
     "all_gather ": samestep.all_gather,
-    "reduce_dict": lambda tensor, world: samestep.reduce_dict({"mean": tensor}, world),
     "all_reduce    ": lambda tensor, world: world.all_reduce(tensor),
     "barrier ": lambda _, world: world.barrier(),
 }

@@ -85,7 +85,6 @@ def facts() -> list[dict[str, Any]]:
         "numbers": [random.random(), numpy.random.rand(), torch.rand(()).item()],
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "mean": samestep.reduce_dict({"rank": float(world.rank)})["rank"],
     }
     tensor = torch.full((2,), float(world.rank + 1))
     world.all_reduce(tensor)
@@ -147,12 +146,9 @@ def gathers_of_equal_values() -> list[str]:
     samestep.all_gather(world.rank)
     samestep.all_gather(True)
     samestep.all_gather(torch.arange(2) + world.rank)
-    samestep.reduce_dict({"loss": 0.5})
-    samestep.reduce_dict({"loss": 0.5 + world.rank}, reduce="sum")
     for _ in range(2):
         samestep.all_gather(0.5)
     samestep.all_gather(torch.ones(2))
-    samestep.reduce_dict({"loss": 0.5}, reduce="sum")
     assert process_state.view is not None
     return sorted(text.split(": ", 1)[1] for text in process_state.view._notes)
 
@@ -190,7 +186,6 @@ def test_script_sees_one_process_and_all_ranks_agree(processes: int) -> None:
         assert not row["deterministic"]
         assert row["variables"] == []
         assert row["numbers"] == rows[0]["numbers"]
-        assert row["mean"] == (processes - 1) / 2
         assert row["sum"] == [processes * (processes + 1) / 2] * 2
         if processes > 1:
             assert row["threads"] <= threads
@@ -212,8 +207,7 @@ def test_default_group_of_the_script_is_independent() -> None:
 
 def test_sums_over_ranks_of_equal_values_are_noted() -> None:
     reason = "of equal values: every rank has whole batches, so a sum over ranks counts each value 2 times"
-    functions = ("all_gather", "all_gather", "reduce_dict")
-    assert samestep.launch(gathers_of_equal_values, processes=2) == [f"samestep.{name} {reason}" for name in functions]
+    assert samestep.launch(gathers_of_equal_values, processes=2) == [f"samestep.all_gather {reason}"] * 2
     assert samestep.launch(gathers_of_equal_values, processes=1) == []
 
 

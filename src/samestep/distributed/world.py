@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
-from typing import Any, Literal, TypeVar
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from samestep.errors import InputError, PeerLostError
 _LENGTH_BYTES = 8
 _FEW_DATA_BYTES = 504
 _TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has no such byte
-Value = TypeVar("Value", float, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -375,55 +374,3 @@ def _require_string_keys(value: Any) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _require_string_keys(item)
-
-
-def reduce_dict(
-    values: Mapping[str, Value],
-    world: World,
-    *,
-    count: float = 1.0,
-    reduce: Literal["mean", "sum"] = "mean",
-) -> dict[str, Value]:
-    """Return the weighted mean or the sum of each value; see `samestep.reduce_dict`. Collective."""
-    error = partial(InputError, code="E_REDUCE_DICT")
-    if reduce not in ("mean", "sum"):
-        raise error(f"reduce_dict: reduce is {reduce!r}", "mean or sum", 'reduce="mean"')
-    # Shapes of tensors; None for a number.
-    shapes = {
-        name: list(value.shape) if isinstance(value, torch.Tensor) else None
-        for name, value in sorted(values.items())
-    }
-    rows = all_gather([shapes, count], world)
-    for rank, (other, _) in enumerate(rows):
-        if other != rows[0][0]:
-            kind = "keys"
-            texts = [", ".join(row) for row in (other, rows[0][0])]
-            if list(other) == list(rows[0][0]):
-                kind = "shapes"
-                texts = [", ".join(map(str, row.values())) for row in (other, rows[0][0])]
-            raise error(
-                f"reduce_dict: rank {rank} has the {kind} {texts[0]}, rank 0 has {texts[1]}",
-                "the same keys and shapes on every rank",
-                "pass 0 with count=0 on a rank without items",
-            )
-    weights = [count for _, count in rows]
-    divisor = sum(weights)
-    if not divisor > 0:
-        raise error(
-            f"reduce_dict: the counts of all ranks sum to {divisor:g}",
-            "a positive count on at least one rank",
-            "count=1 for plain means",
-        )
-    if reduce == "sum":
-        weights = [bool(count) for count in weights]
-        divisor = 1
-    numbers = [name for name, shape in shapes.items() if shape is None]
-    gathered = all_gather([values[name] for name in numbers], world)
-    columns: dict[str, Any] = dict(zip(numbers, zip(*gathered, strict=True), strict=True))
-    reduced: dict[str, Any] = {}
-    for name in shapes:
-        if name not in columns:
-            columns[name] = all_gather(values[name], world)
-        weighted = zip(columns[name], weights, strict=True)
-        reduced[name] = sum(value * weight for value, weight in weighted if weight) / divisor
-    return reduced

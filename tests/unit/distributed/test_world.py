@@ -107,7 +107,6 @@ VALUES: dict[str, list[Any]] = {
     "text": ["", "ein Fuß 中文 \U0001f98a \x00", "a" * 100_000],
     "lists and mappings": [[], {"a": [1, {"b": None}]}, [[True], "x", 1e-300]],
 }
-COUNTS = [3.0, 0.0, 5.0]
 
 
 def run_all() -> dict[str, list[Any]]:
@@ -116,45 +115,18 @@ def run_all() -> dict[str, list[Any]]:
         results: dict[str, Any] = {
             name: samestep.all_gather(values[world.rank], world) for name, values in VALUES.items()
         }
-        values = {"b": 0.1 * (world.rank + 1), "a": float("nan") if world.rank == 1 else 2.0**world.rank}
-        results["means"] = samestep.reduce_dict(values, world, count=COUNTS[world.rank])
-        results["plain means"] = samestep.reduce_dict({"rank": world.rank}, world)
-        results["no values"] = samestep.reduce_dict({}, world)
-        results["rejected"] = rejected(world)
         results["tensors"] = gathered_tensors(world)
         all_results = samestep.all_gather(results, world)
         return {name: [row[name] for row in all_results] for name in results}
 
 
-def gathered_tensors(world: World) -> dict[str, Any]:
-    """Return gathered, averaged and summed tensors as lists."""
+def gathered_tensors(world: World) -> list[Any]:
+    """Return gathered tensors as lists."""
     kinds = (torch.float32, torch.bfloat16, torch.int64)
     own = torch.arange(2 * world.rank, dtype=kinds[world.rank], requires_grad=world.rank < 2).reshape(world.rank, 2)
     received = samestep.all_gather(own, world)
     assert [(tensor.dtype, tensor.requires_grad) for tensor in received] == [(kind, False) for kind in kinds]
-    scores = {"scores": torch.tensor([1.0, float(world.rank)]), "total": torch.tensor(float(world.rank))}
-    return {
-        "received": [tensor.tolist() for tensor in received],
-        "mean": {n: t.tolist() for n, t in samestep.reduce_dict(scores, world, count=COUNTS[world.rank]).items()},
-        "sum": {n: t.tolist() for n, t in samestep.reduce_dict(scores, world, reduce="sum").items()},
-        "numbers": samestep.reduce_dict({"correct": 10 * world.rank}, world, reduce="sum"),
-    }
-
-
-def rejected(world: World) -> list[str]:
-    """Return the messages of rejected calls of `reduce_dict`."""
-    messages = []
-    cases: list[tuple[dict[str, Any], float]] = [
-        ({f"rank {world.rank}": 1.0}, 1.0),
-        ({"a": 1.0}, 0.0),
-        ({"a": torch.zeros(1 + world.rank)}, 1.0),
-    ]
-    for values, count in cases:
-        try:
-            samestep.reduce_dict(values, world, count=count)
-        except InputError as error:
-            messages.append(f"{error.value} [{error.code}]")
-    return messages
+    return [tensor.tolist() for tensor in received]
 
 
 def gather_a_set() -> None:
@@ -177,31 +149,8 @@ def test_every_rank_receives_the_values_of_all_ranks(results: dict[str, list[Any
     assert results[name] == [VALUES[name]] * RANKS
 
 
-def test_means_are_over_all_counted_items(results: dict[str, list[Any]]) -> None:
-    """Ranks have 3, 0 and 5 samples; the value of the rank without samples does not count, even if it is NaN."""
-    assert all(means == results["means"][0] for means in results["means"]), "the same bits on every rank"
-    means = results["means"][0]
-    assert list(means) == ["a", "b"]
-    assert means["a"] == (3 * 1.0 + 5 * 4.0) / 8
-    assert means["b"] == pytest.approx((3 * 0.1 + 5 * 0.3) / 8)
-    assert sum(COUNTS) == 8
-
-
-def test_different_keys_and_zero_counts_are_rejected_on_every_rank(results: dict[str, list[Any]]) -> None:
-    keys, counts, shapes = results["rejected"][0]
-    assert keys == "reduce_dict: rank 1 has the keys rank 1, rank 0 has rank 0 [E_REDUCE_DICT]"
-    assert counts == "reduce_dict: the counts of all ranks sum to 0 [E_REDUCE_DICT]"
-    assert shapes == "reduce_dict: rank 1 has the shapes [2], rank 0 has [1] [E_REDUCE_DICT]"
-    assert results["rejected"] == [[keys, counts, shapes]] * RANKS
-
-
-def test_tensors_are_gathered_averaged_and_summed(results: dict[str, list[Any]]) -> None:
-    assert results["tensors"] == [results["tensors"][0]] * RANKS, "the same on every rank"
-    tensors = results["tensors"][0]
-    assert tensors["received"] == [[], [[0.0, 1.0]], [[0, 1], [2, 3]]]
-    assert tensors["mean"] == {"scores": [1.0, 2 * 5 / 8], "total": 2 * 5 / 8}
-    assert tensors["sum"] == {"scores": [3.0, 3.0], "total": 3.0}
-    assert tensors["numbers"] == {"correct": 30}
+def test_tensors_are_gathered(results: dict[str, list[Any]]) -> None:
+    assert results["tensors"] == [[[], [[0.0, 1.0]], [[0, 1], [2, 3]]]] * RANKS, "the same on every rank"
 
 
 def test_invalid_value_of_one_rank_ends_the_run() -> None:
@@ -237,4 +186,3 @@ def test_json_values_arrive_unchanged(alone: World, value: Any) -> None:
 def test_nan_arrives_unchanged(alone: World) -> None:
     (received,) = samestep.all_gather(math.nan, alone)
     assert math.isnan(received)
-    assert math.isnan(samestep.reduce_dict({"a": math.nan}, alone)["a"])
