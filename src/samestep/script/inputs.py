@@ -23,7 +23,6 @@ import locale
 import os
 import pdb
 import random
-import select
 import subprocess
 import sys
 import threading
@@ -31,7 +30,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -53,13 +52,6 @@ _SEEDING = "samestep.distributed.rng"  # seeds for samples, and restores
 # Modules between a caller and the operating system.
 _PASSED = ("random", "secrets", "uuid", __name__)
 
-# Until rank 0 has input, ranks exchange an empty message after this time, so that none of them
-# counts as hung.
-_PATIENCE_SECONDS = 20.0
-# First byte of a message about standard input.
-_DATA = b"+"
-_OS_ERROR = b"!"
-_END = b"."
 Share = Callable[[bytes | None], bytes]
 
 _POLL_SECONDS = 0.005
@@ -166,8 +158,10 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
 # --- standard input ---
 
 
-class _Console:
-    """Standard input of rank 0, as one of the ranks sees it.
+class _SharedInput(io.RawIOBase):
+    """Bytes of standard input of rank 0, as one of the ranks sees them; no terminal.
+
+    Text streams above it also serve `input`, which finds no descriptor.
 
     Args:
         rank: this rank.
@@ -179,75 +173,21 @@ class _Console:
         self._is_reader = rank == 0
         self._share = share
         self._process = os.getpid()
-        self._getpass = getpass.getpass
-        self.is_terminal = bool(self.receive(lambda: b"y" * os.isatty(0)))
-
-    def receive(self, read: Callable[[], bytes | None]) -> bytes:
-        """Return what `read` returns on rank 0, or raise its error; None means not yet."""
-        if not _is_main_thread_of(self._process):
-            raise _refusal("standard input is read in a thread or a child process")
-        message = b""
-        while not message:
-            own = _message(read) if self._is_reader else None
-            message = self._share(own)
-        if message[:1] == _OS_ERROR:
-            raise OSError(message[1:].decode())
-        if message[:1] == _END:
-            raise EOFError(message[1:].decode())
-        return message[1:]
-
-    def getpass(self, *arguments: Any, **options: Any) -> str:
-        """Return the password that rank 0 has asked for, or a line of the shared input."""
-        if not self.receive(_has_terminal):
-            return getpass.fallback_getpass(*arguments, **options)  # type: ignore[attr-defined, no-any-return]
-        return self.receive(lambda: self._getpass(*arguments, **options).encode()).decode()
-
-
-def _message(read: Callable[[], bytes | None]) -> bytes:
-    try:
-        data = read()
-    except OSError as error:
-        return _OS_ERROR + str(error).encode()
-    except EOFError as error:
-        return _END + str(error).encode()
-    if data is None:
-        return b""
-    return _DATA + data
-
-
-def _has_terminal() -> bytes:
-    with suppress(OSError):
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-        return b"y"
-    return b""
-
-
-class _SharedInput(io.RawIOBase):
-    """Bytes of standard input.
-
-    Text streams above it also serve `input`, which finds no descriptor.
-    """
-
-    def __init__(self, console: _Console) -> None:
-        self._console = console
 
     def readable(self) -> bool:
         return True
-
-    def isatty(self) -> bool:
-        return self._console.is_terminal
 
     def fileno(self) -> int:
         problem = "standard input of several processes has no descriptor: use --processes 1"
         raise io.UnsupportedOperation(problem)
 
     def readinto(self, buffer: Any) -> int:
-        def read() -> bytes | None:
-            if select.select([0], [], [], _PATIENCE_SECONDS)[0]:
-                return os.read(0, len(buffer))
-            return None
-
-        data = self._console.receive(read)
+        if not _is_main_thread_of(self._process):
+            raise _refusal("standard input is read in a thread or a child process")
+        own = None
+        if self._is_reader:
+            own = os.read(0, len(buffer))
+        data = self._share(own)
         buffer[: len(data)] = data
         return len(data)
 
@@ -266,12 +206,16 @@ def _refuse_debugger(*_: Any, **__: Any) -> NoReturn:
     raise _refusal("a debugger")
 
 
+def _refuse_password(*_: Any, **__: Any) -> NoReturn:
+    raise _refusal("getpass, which asks at the terminal of each process")
+
+
 @contextmanager
 def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
     """Give the standard input of the launcher to the script, inside the block.
 
-    `input`, `sys.stdin` and `getpass.getpass` return the same on all ranks; debuggers end with an
-    `InputError`. On one process everything is as in plain Python.
+    `input` and `sys.stdin` return the same on all ranks; debuggers and `getpass.getpass` end with
+    an `InputError`. On one process everything is as in plain Python.
 
     Args:
         rank: this rank.
@@ -283,13 +227,13 @@ def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
         with open(0, encoding=locale.getencoding(), closefd=False) as own, replaced(sys, stdin=own):
             yield
         return
-    console = _Console(rank, share)
-    stream = io.TextIOWrapper(io.BufferedReader(_SharedInput(console)), locale.getencoding())
+    shared = io.BufferedReader(_SharedInput(rank, share))
+    stream = io.TextIOWrapper(shared, locale.getencoding())
     with ExitStack() as stack:
         if rank > 0:
             stack.enter_context(_without_input())
         stack.enter_context(replaced(sys, stdin=stream))
-        stack.enter_context(replaced(getpass, getpass=console.getpass))
+        stack.enter_context(replaced(getpass, getpass=_refuse_password))
         stack.enter_context(replaced(bdb.Bdb, set_trace=_refuse_debugger))
         stack.enter_context(replaced(pdb.Pdb, interaction=_refuse_debugger))
         yield

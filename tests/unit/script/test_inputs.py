@@ -30,7 +30,6 @@ from helpers.system import environment
 from samestep.distributed.rng import seed_generators
 from samestep.distributed.status import local_rank_status
 from samestep.errors import InputError, RunError
-from samestep.script import inputs
 from samestep.script.inputs import FirstRankPrograms, equal_entropy, shared_console
 
 # --- random bytes ---
@@ -209,14 +208,11 @@ Read = Callable[[], Any]
 
 
 @contextmanager
-def descriptor_0(data: bytes | None) -> Iterator[None]:
-    """Give a pipe with data to descriptor 0, or a directory, which cannot be read."""
-    if data is None:
-        source = os.open("/", os.O_RDONLY)
-    else:
-        source, sink = os.pipe()
-        os.write(sink, data)
-        os.close(sink)
+def descriptor_0(data: bytes) -> Iterator[None]:
+    """Give a pipe with data to descriptor 0."""
+    source, sink = os.pipe()
+    os.write(sink, data)
+    os.close(sink)
     before = os.dup(0)
     os.dup2(source, 0)
     os.close(source)
@@ -227,7 +223,7 @@ def descriptor_0(data: bytes | None) -> Iterator[None]:
         os.close(before)
 
 
-def on_ranks(read: Read, data: bytes | None) -> tuple[Any, Any]:
+def on_ranks(read: Read, data: bytes) -> tuple[Any, Any]:
     """Return what `read` returns on rank 0, with data in descriptor 0, and on rank 1, which has none."""
     messages: list[bytes] = []
 
@@ -252,7 +248,7 @@ def on_ranks(read: Read, data: bytes | None) -> tuple[Any, Any]:
 def outcome(read: Read) -> Any:
     try:
         return read()
-    except (EOFError, OSError) as error:
+    except EOFError as error:
         return type(error), str(error)
 
 
@@ -274,49 +270,6 @@ READS: dict[str, tuple[Read, bytes, Any]] = {
 @pytest.mark.parametrize(("read", "data", "expected"), READS.values(), ids=READS)
 def test_all_ranks_read_the_input_of_rank_0(read: Read, data: bytes, expected: Any) -> None:
     assert on_ranks(read, data) == (expected, expected)
-
-
-def test_errors_of_rank_0_are_those_of_all_ranks() -> None:
-    error = (OSError, "[Errno 21] Is a directory")
-    assert on_ranks(input, None) == (error, error)
-
-
-def test_password_of_the_terminal_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_has_terminal", lambda: b"y")
-    monkeypatch.setattr(getpass, "getpass", lambda prompt: f"secret for {prompt}")
-    assert on_ranks(lambda: getpass.getpass("A"), b"") == ("secret for A", "secret for A")
-    monkeypatch.setattr(getpass, "getpass", lambda prompt: "")
-    assert on_ranks(lambda: getpass.getpass("A"), b"") == ("", "")
-
-
-def test_password_without_a_terminal_is_a_line_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_has_terminal", lambda: b"")
-    with pytest.warns(getpass.GetPassWarning):
-        assert on_ranks(lambda: [getpass.getpass(), input()], b"secret\nnext\n") == (["secret", "next"],) * 2
-
-
-def test_ranks_exchange_messages_until_there_is_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_PATIENCE_SECONDS", 0.02)
-    source, sink = os.pipe()
-    before = os.dup(0)
-    os.dup2(source, 0)
-    messages: list[bytes] = []
-
-    def share(message: bytes | None) -> bytes:
-        assert message is not None
-        messages.append(message)
-        if len(messages) == 4:
-            os.write(sink, b"late\n")
-        return message
-
-    try:
-        with shared_console(0, 2, share):
-            assert input() == "late"
-    finally:
-        os.dup2(before, 0)
-        for descriptor in (source, sink, before):
-            os.close(descriptor)
-    assert messages == [b"+", b"", b"", b"", b"+late\n"]
 
 
 def refused(call: Read) -> InputError:
@@ -342,6 +295,10 @@ def test_debuggers_are_refused() -> None:
         assert "a debugger, in a script on several processes" in refused(call).value
 
 
+def test_passwords_are_refused() -> None:
+    assert "getpass, which asks at the terminal of each process" in refused(lambda: getpass.getpass("A")).value
+
+
 def test_threads_cannot_read() -> None:
     errors: list[InputError] = []
 
@@ -363,7 +320,7 @@ def test_threads_cannot_read() -> None:
 def test_console_is_restored() -> None:
     before = (sys.stdin, getpass.getpass, bdb.Bdb.set_trace, pdb.Pdb.interaction, os.fstat(0))
     for rank, size in ((0, 1), (0, 2), (1, 2)):
-        with descriptor_0(b""), shared_console(rank, size, lambda message: b"+"):
+        with descriptor_0(b""), shared_console(rank, size, lambda message: b""):
             assert sys.stdin is not before[0]
     assert (sys.stdin, getpass.getpass, bdb.Bdb.set_trace, pdb.Pdb.interaction, os.fstat(0)) == before
 
@@ -375,27 +332,27 @@ def test_one_process_has_plain_input() -> None:
 
 
 PROGRAM = """
-import getpass, os, sys
+import sys
 from pathlib import Path
 import samestep
 from samestep.script.inputs import shared_console
 
-def rank(folder):
+def rank(folder, waits):
     world = samestep.init(device="cpu")
     def share(message):
         texts = samestep.all_gather(None if message is None else message.decode("latin-1"), world)
         return texts[0].encode("latin-1")
     with shared_console(world.rank, world.size, share):
-        lines = [input("name? "), str(sys.stdin.isatty())]
-        lines += [getpass.getpass("secret? ")] if sys.stdin.isatty() else [sys.stdin.readline().strip()]
+        lines = [input("name? "), sys.stdin.readline().strip()]
         Path(folder, f"rank-{world.rank}").write_text(" ".join(lines))
         world.barrier()
-        if sys.stdin.isatty():
+        if waits:
             print("more?", flush=True)
             input()
 
 if __name__ == "__main__":
-    samestep.launch(rank, sys.argv[1], processes=2, log_dir=Path(sys.argv[1]))
+    folder, *waits = sys.argv[1:]
+    samestep.launch(rank, folder, bool(waits), processes=2, log_dir=Path(folder))
 """
 
 
@@ -407,10 +364,10 @@ def texts(folder: Path) -> list[str]:
 def test_pipe_of_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     command = [sys.executable, tmp_path / "program.py", tmp_path]
-    options: dict[str, Any] = {"input": "Anna\nsecret\n", "capture_output": True, "text": True, "timeout": 100}
+    options: dict[str, Any] = {"input": "Anna\nBen\n", "capture_output": True, "text": True, "timeout": 100}
     done = subprocess.run(command, check=False, env=environment(), **options)
     assert done.returncode == 0, done.stderr
-    assert texts(tmp_path) == ["Anna False secret"] * 2
+    assert texts(tmp_path) == ["Anna Ben"] * 2
     assert done.stdout == "name? "
 
 
@@ -419,7 +376,7 @@ def test_terminal_of_the_launcher_and_its_interrupt(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     process, terminal = pty.fork()
     if process == 0:
-        os.execve(sys.executable, [sys.executable, tmp_path / "program.py", tmp_path], environment())
+        os.execve(sys.executable, [sys.executable, tmp_path / "program.py", tmp_path, "waits"], environment())
     shown = b""
 
     def wait_for(text: bytes) -> None:
@@ -429,12 +386,9 @@ def test_terminal_of_the_launcher_and_its_interrupt(tmp_path: Path) -> None:
         shown = shown.partition(text)[2]
 
     wait_for(b"name? ")
-    os.write(terminal, b"Anna\n")
-    wait_for(b"secret? ")
-    os.write(terminal, b"word\n")
+    os.write(terminal, b"Anna\nBen\n")
     wait_for(b"more?")
-    assert b"word" not in shown
-    assert texts(tmp_path) == ["Anna True word"] * 2
+    assert texts(tmp_path) == ["Anna Ben"] * 2
     began = time.monotonic()
     os.write(terminal, b"\x03")
     wait_for(b"stopped")
