@@ -158,7 +158,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
     status.is_free = options.is_private
     own = create_process_group(options, status)
     set_threads(options, own)
-    check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
+    check = CollectiveCheck(status, rank=own.rank, size=own.size, timeout=own.limit)
     status.device_clock = device_clock(own.device) if own.size > 1 else None
     stop = StopRequest()
     # In a private world signals are requests in the loops of the script alone.

@@ -129,7 +129,7 @@ def two_blocks() -> list[list[int]]:
 def group_of_the_script() -> list[float]:
     """Return sums of a default group that the script creates beside the private one, before and after its end."""
     with samestep.init() as world:
-        store = dist.PrefixStore("script", world.session.collective_check._monitor._job_store)
+        store = dist.PrefixStore("script", process_state.launch_store)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
         own = torch.ones(1)
         dist.all_reduce(own)

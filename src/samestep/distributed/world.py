@@ -52,7 +52,7 @@ class Session:
     def local(cls) -> Session:
         """Return a session without other ranks."""
         status = local_rank_status()
-        check = CollectiveCheck(dist.HashStore(), status, rank=0, size=1, timeout=timedelta())
+        check = CollectiveCheck(status, rank=0, size=1, timeout=timedelta())
         return cls(status, StopRequest(), check)
 
 

@@ -104,7 +104,6 @@ class Membership(NamedTuple):
     rank: int
     size: int
     device: torch.device
-    store: dist.Store  # of this world alone
     limit: timedelta  # of collectives
     rendezvous: Rendezvous | None = None  # of another launcher
     watchdog: PeerWatchdog | None = None  # of ranks that another launcher started
@@ -156,7 +155,7 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
     watchdog = None
     if job is not None and size > 1:
         watchdog = PeerWatchdog(job, store, rank_status, hang_after)
-    return Membership(rank, size, device, store, limit, rendezvous, watchdog)
+    return Membership(rank, size, device, limit, rendezvous, watchdog)
 
 
 def _find_ranks(
