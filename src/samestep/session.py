@@ -25,7 +25,7 @@ import torch.distributed as dist
 from samestep.config import DeviceKind, Reduction, StrategyConfig
 from samestep.distributed import world as collectives
 from samestep.distributed.collective_check import CollectiveCheck, script_line
-from samestep.distributed.devices import deterministic_kernels, device_clock
+from samestep.distributed.devices import deterministic_kernels
 from samestep.distributed.env import hide_ranks
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import STOP_SIGNALS, StoppedLoop, StopRequest
@@ -159,7 +159,6 @@ def _session(options: SessionOptions) -> Iterator[World]:
     own = create_process_group(options, status)
     set_threads(options, own)
     check = CollectiveCheck(status, rank=own.rank, size=own.size, timeout=own.limit)
-    status.device_clock = device_clock(own.device) if own.size > 1 else None
     stop = StopRequest()
     # In a private world signals are requests in the loops of the script alone.
     if worker is not None and not options.is_private:

@@ -302,7 +302,6 @@ CASES = [
         output=("__getitem__",),
         is_variant=True,
     ),
-    Case("rank 2 is slow", prepare=paced("1.2 2"), output=("rank 2 is slow: 1.2",), is_variant=True),
     Case(
         "rank 1 raises",
         in_step("raise", 1),

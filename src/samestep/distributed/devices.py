@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep.distributed.env import prepare_shared_nccl
 from samestep.distributed.logging import logger
-from samestep.distributed.status import DeviceClock, ranks_text
+from samestep.distributed.status import ranks_text
 from samestep.errors import InputError
 from samestep.units import plural
 
@@ -398,13 +398,6 @@ def gpu_stats(device: torch.device) -> dict[str, Any] | None:
         "temperature_c": value(module.temperature),
         "peak_allocated_bytes": value(module.max_memory_allocated),
     }
-
-
-def device_clock(device: torch.device) -> DeviceClock | None:
-    """Return a clock of a device; None for a CPU, which computes nothing in the background."""
-    if not is_accelerator(device):
-        return None
-    return DeviceClock(partial(accelerator_module().Event, enable_timing=True))
 
 
 class GpuMemory(NamedTuple):

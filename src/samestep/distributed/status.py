@@ -24,11 +24,9 @@ from typing import Any
 # consistent read.
 _VERSION = struct.Struct("<Q")
 # The fields of StatusSnapshot in order, then the length of the text.
-_NUMBERS = struct.Struct("<QdQdq????H")
+_NUMBERS = struct.Struct("<QdQq????H")
 _TEXT_BYTES = 160
 _SLOT_BYTES = 256
-# One of so many steps is measured on a device: events cost about a percent of a short step.
-_CLOCK_STEPS = 16
 # Precedes a disk operation in an activity.
 DISK_OPERATION = ", disk: "
 assert _VERSION.size + _NUMBERS.size + _TEXT_BYTES <= _SLOT_BYTES
@@ -41,9 +39,6 @@ class StatusSnapshot:
     operations: int = 0  # operations of all ranks that the rank has begun; equal on healthy ranks
     last_change: float = 0.0  # monotonic clock of the machine in seconds, at the last change
     steps: int = 0  # steps of optimizers since the start of the process
-    # Time of these steps without waits for other ranks, of the device if it has a clock; waiting
-    # for data counts.
-    compute_seconds: float = 0.0
     checkpoints: int = 0  # written by this rank
     is_waiting: bool = False  # for other ranks
     is_finished: bool = False  # the rank has left `samestep.init()`
@@ -52,64 +47,11 @@ class StatusSnapshot:
     activity: str = ""  # such as `in step 7`
 
 
-class DeviceClock:
-    """Clock of the work that the creating thread gives to a device for this rank alone.
-
-    The host of a GPU queues work and waits later, so its clock cannot show which GPU is slow: the
-    others wait for it in their exchanges, on the device too. Events around each exchange leave
-    these waits out. Exchanges that torch issues by itself, as FSDP2's hooks do, count as work.
-
-    Args:
-        event: function that returns a new event of the device, with times.
-        steps: one of so many steps is measured.
-    """
-
-    def __init__(self, event: Callable[[], Any], steps: int = _CLOCK_STEPS) -> None:
-        self._event = event
-        self._steps = steps
-        self._step = 0
-        self._thread = threading.get_ident()
-        self._is_measuring = False
-        self._begin: Any = None  # event after the last exchange
-        self._spans: list[tuple[Any, Any]] = []  # of a measured step
-        self._seconds: float | None = None
-
-    def begin_exchange(self) -> None:
-        """Record the end of own work."""
-        if self._begin is not None and threading.get_ident() == self._thread:
-            self._spans.append((self._begin, self._recorded()))
-            self._begin = None
-
-    def end_exchange(self) -> None:
-        """Record the beginning of own work."""
-        if self._is_measuring and threading.get_ident() == self._thread:
-            self._begin = self._recorded()
-
-    def end_step(self) -> float | None:
-        """Return the seconds of own work in the last step that was measured to its end, if any."""
-        self.begin_exchange()
-        self._is_measuring = False
-        if self._spans and self._spans[-1][1].query():  # without a wait
-            self._seconds = sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
-            self._spans = []
-        self._step += 1
-        if self._step % self._steps == 0 and not self._spans:
-            self._is_measuring = True
-            self.end_exchange()
-        return self._seconds
-
-    def _recorded(self) -> Any:
-        event = self._event()
-        event.record()
-        return event
-
-
 class RankStatus:
     """Writer of one rank's slot."""
 
     is_preparing = False  # in a block of `samestep.main_first`
     is_free = False  # the rank rests between operations and waits, as a plain loop does
-    device_clock: DeviceClock | None = None  # None on a CPU
     # Called with a name when a wait for other ranks begins, in the waiting thread. The returned
     # function is called at the end of the wait.
     on_wait: Callable[[str], Callable[[], None]] | None = None
@@ -121,8 +63,6 @@ class RankStatus:
         self._version = 0
         self._is_inside = False
         self._shows_steps = False
-        self._step_began = time.monotonic()
-        self._waited_before = 0.0
         self._values: dict[str, Any] = asdict(StatusSnapshot())  # a dataclass costs more per change
         self._waits: list[str] = []
         self._disk_operation = ""
@@ -171,16 +111,11 @@ class RankStatus:
         with self._lock:
             if not self._waits:
                 self._wait_began = time.monotonic()
-                if self.device_clock is not None:
-                    self.device_clock.begin_exchange()
             self._waits.append(name)
         self._update(**self._rest(is_resting=False))
         end = self.on_wait(name) if self.on_wait is not None else None
         try:
             yield
-            # Not after an error, which may be one of the device.
-            if self.device_clock is not None and len(self._waits) == 1:
-                self.device_clock.end_exchange()
         finally:
             if end is not None:
                 end()
@@ -197,16 +132,9 @@ class RankStatus:
         return {}
 
     def end_step(self) -> None:
-        """Count a step of an optimizer, and the time of own work since the one before."""
-        now = time.monotonic()
-        waited = self.waited_seconds
-        own = now - self._step_began - (waited - self._waited_before)
-        self._step_began = now
-        self._waited_before = waited
-        if self.device_clock is not None and (seconds := self.device_clock.end_step()) is not None:
-            own = seconds
+        """Count a step of an optimizer."""
         steps = self._values["steps"] + 1
-        changes = {"steps": steps, "compute_seconds": self._values["compute_seconds"] + own}
+        changes = {"steps": steps}
         if self._shows_steps:
             changes["activity"] = f"after optimizer step {steps}"
         self._update(**changes)

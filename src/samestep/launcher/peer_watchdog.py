@@ -185,8 +185,6 @@ class PeerWatchdog:
                 is_consequence=True,
             )
             self._report_and_exit(failure)
-        elif self._job.rank == 0 and (message := self._watchdog.slow_message(states)):
-            report_line(message)
 
     def _read_states(self) -> dict[int, RankState]:
         ranks = range(self._job.size)

@@ -10,7 +10,6 @@ import faulthandler
 import os
 import re
 import signal
-import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -35,12 +34,6 @@ COLLECTIVE_MARGIN_SECONDS = 7 * 86400.0
 
 # Longer intervals between two checks of a watchdog mean that the watchdog itself was stopped.
 _MAX_INTERVAL_SECONDS = 10.0
-# A rank is slow if its seconds per step exceed this multiple of the median in two consecutive
-# intervals.
-_SLOW_FACTOR = 1.5
-_SLOW_INTERVAL_SECONDS = 5.0
-# Minimum difference in seconds per step; smaller ones are noise.
-_SLOW_MARGIN_SECONDS = 0.005
 _SHOWN_FRAMES = 10
 # Letters of proc(5).
 _PROCESS_STATES = {
@@ -248,15 +241,11 @@ def _prepares(state: RankState) -> bool:
 
 
 class Watchdog:
-    """Periodic checks of all ranks: for hangs, after `hang_after` seconds, and for slow ranks."""
+    """Periodic checks of all ranks for hangs, after `hang_after` seconds."""
 
     def __init__(self, hang_after: float) -> None:
         self._hang_after = hang_after
         self._timer = ProgressTimer(hang_after)
-        self._base: Mapping[int, StatusSnapshot] = {}
-        self._base_time = time.monotonic()
-        self._suspect: int | None = None
-        self._reported: set[int] = set()
 
     def hang_seconds(self, states: Mapping[int, RankState]) -> float | None:
         """Return the seconds without progress of any rank if they amount to a hang.
@@ -280,42 +269,6 @@ class Watchdog:
         if seconds >= self._hang_after:
             return seconds
         return None
-
-    def slow_message(self, states: Mapping[int, RankState]) -> str | None:
-        """Return a message about a rank that has become slow, once per rank."""
-        now = time.monotonic()
-        before = self._base
-        statuses = {rank: state.status for rank, state in states.items()}
-        if not before or not all(status.steps for status in before.values()):  # not all have begun
-            before = self._base = statuses
-            self._base_time = now
-        if now - self._base_time < _SLOW_INTERVAL_SECONDS:
-            return None
-        self._base = statuses
-        self._base_time = now
-        suspect = self._suspect
-        self._suspect = None
-        known = {  # seconds per step
-            rank: (status.compute_seconds - before[rank].compute_seconds) / steps
-            for rank, status in statuses.items()
-            if (steps := status.steps - before[rank].steps)
-        }
-        if len(known) < 2 or len(known) < len(statuses):
-            return None
-        slowest = max(known, key=lambda rank: known[rank])
-        cost = known.pop(slowest)
-        median = statistics.median(known.values())
-        is_similar = cost < _SLOW_FACTOR * median or cost - median < _SLOW_MARGIN_SECONDS
-        if is_similar or slowest in self._reported:
-            return None
-        self._suspect = slowest
-        if suspect != slowest:
-            return None
-        self._reported.add(slowest)
-        return (
-            f"rank {slowest} is slow: {cost:.3f} s per step, data included; the other ranks need "
-            f"{median:.3f} s and wait"
-        )
 
 
 class StackFile:

@@ -306,8 +306,6 @@ class WorkerGroup:
             failure = Hang(seconds, self._config.hang_after, states, stacks).failure()
             self._workers[failure.rank].result = failure
             self._deadline = time.monotonic()
-        elif message := self._watchdog.slow_message(states):
-            report_line(message)
         self._end_stuck_exits(states)
         for worker in self._workers:
             self._check_end(worker)

@@ -1,4 +1,4 @@
-"""Watchdog: culprits of a hang, slow ranks, and stacks of another process."""
+"""Watchdog: culprits of a hang, and stacks of another process."""
 
 import multiprocessing
 import os
@@ -195,31 +195,3 @@ def test_crash_leaves_a_stack(tmp_path: object) -> None:
         process.join()
         assert process.exitcode == -signal.SIGSEGV
         assert "crash" in stacks.crash()[-1]
-
-
-def slow(monkeypatch: pytest.MonkeyPatch, *seconds: float, steps: tuple[int, ...] = (10, 10, 10)) -> list[str | None]:
-    """Return the messages of four intervals with the given seconds per step and rank."""
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    slow_ranks = Watchdog(10)
-    messages = []
-    for interval in range(1, 5):
-        now += 60
-        statuses = [
-            StatusSnapshot(compute_seconds=interval * count * cost, steps=interval * count)
-            for cost, count in zip(seconds, steps, strict=True)
-        ]
-        messages.append(slow_ranks.slow_message({rank: RankState(status) for rank, status in enumerate(statuses)}))
-    return messages
-
-
-def test_slow_rank_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third, fourth = slow(monkeypatch, 0.1, 0.3, 0.1)
-    assert (first, second, fourth) == (None, None, None), "a single interval does not suffice"
-    assert third == ("rank 1 is slow: 0.300 s per step, data included; the other ranks need 0.100 s and wait")
-
-
-def test_similar_ranks_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert slow(monkeypatch, 0.1, 0.1, 0.1, steps=(10, 30, 10)) == [None] * 4
-    assert slow(monkeypatch, 0.1, 0.12, 0.1) == [None] * 4
-    assert slow(monkeypatch, 0.0001, 0.001, 0.0001) == [None] * 4
