@@ -1,4 +1,4 @@
-"""Ranks end with their launcher, and with the store of their job."""
+"""Ranks end with their launcher."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.recorded import count_calls
-from helpers.started import as_mpirun, as_srun, as_torchrun, free_port, python, ranks
+from helpers.started import as_mpirun, as_srun, free_port, python
 from helpers.surroundings import END_SECONDS, RecordFault
 from helpers.system import COMMAND, TESTS, Running, here, state_of, until, weights
 
@@ -22,17 +22,6 @@ import json, os, subprocess, sys
 ranks = [subprocess.Popen(sys.argv[2:], env={**os.environ, **variables}) for variables in json.loads(sys.argv[1])]
 for rank in ranks:
     rank.wait()
-"""
-SLEEPS = """
-import time
-from pathlib import Path
-import samestep
-from samestep.session import start
-
-with start() as world:
-    world.barrier()
-    Path(f"joined-{world.rank}").touch()
-    time.sleep(1000)
 """
 
 
@@ -92,16 +81,3 @@ def test_ranks_that_wait_for_others_end_with_their_launcher(tmp_path: Path, reco
         running.kill(signal.SIGKILL)
         until(lambda: not running.processes(), "the rank has ended", END_SECONDS, running.processes)
     record_fault("srun is killed while a rank waits for others", "the ranks ended")
-
-
-@pytest.mark.long
-def test_rank_in_user_code_ends_with_the_store(tmp_path: Path, record_fault: RecordFault) -> None:
-    """Ranks that were started by hand: rank 0 hosts the store."""
-    (tmp_path / "script.py").write_text(SLEEPS, encoding="utf-8")
-    with ranks(as_torchrun(free_port()), 2, "script.py", cwd=tmp_path, command=python()) as started:
-        until(lambda: len(list(tmp_path.glob("joined-*"))) == 2, "both ranks have joined", 60)
-        started.processes[0].kill()
-        assert started.processes[1].wait(END_SECONDS) == 1
-        _, done = started.wait()
-    assert done.err.startswith("error: rank 0 has ended"), done.err
-    record_fault("rank 0, which hosts the store, is killed", "the ranks ended")

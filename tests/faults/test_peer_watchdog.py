@@ -134,25 +134,3 @@ def test_healthy_and_finished_ranks_are_not_ended(tmp_path: Path) -> None:
     with ranks(as_torchrun(free_port()), 3, script, cwd=tmp_path, command=python()) as started:
         ended = started.wait(60)
     assert [(done.code, done.out, done.err) for done in ended] == [(0, "done\n", "")] * 3
-
-
-BUSY = f"""{IMPORT}
-with start(timeout=timedelta(seconds=600)) as world:
-    world.barrier()
-    Path(__file__).with_name(f"busy-{{world.rank}}").touch()
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_killed_rank_is_noticed_by_ranks_that_use_no_connection(tmp_path: Path) -> None:
-    """As in a wait for a GPU: NCCL does not notice the end of a process of this machine."""
-    script = tmp_path / "script.py"
-    script.write_text(BUSY, encoding="utf-8")
-    with ranks(as_torchrun(free_port()), 3, script, cwd=tmp_path, command=python()) as started:
-        until(lambda: len(list(tmp_path.glob("busy-*"))) == 3, "busy ranks", 60)
-        started.processes[2].kill()
-        assert {process.wait(30) for process in started.processes[:2]} == {1}
-        lines = one_report(started.wait())
-    assert lines[0] == "error: the process of rank 2 has ended after samestep.init() [E_RANK_EXITED]"

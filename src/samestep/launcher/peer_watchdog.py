@@ -5,25 +5,22 @@ of the others. When no rank makes progress, one rank reports the hang with the s
 every rank ends its own process: these threads run even if the main threads are stuck. A rank
 without a new status counts as silent.
 
-The end of a rank's process on this machine is noticed within seconds, also in a wait for a GPU:
-gloo breaks a connection at once, but NCCL's kernels wait for a killed rank forever
-(https://github.com/NVIDIA/nccl/issues/585).
+With NCCL, whose kernels wait for a killed rank forever
+(https://github.com/NVIDIA/nccl/issues/585), its end is such a hang; gloo breaks a connection at
+once.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -33,8 +30,6 @@ from samestep.errors import EXIT_FAILED, bounded
 from samestep.launcher.failure import Failure
 from samestep.launcher.process_state import Job
 from samestep.launcher.rendezvous import (
-    accepts_connections,
-    launcher_has_ended,
     report_failure,
     wait_for_keys,
 )
@@ -43,8 +38,6 @@ from samestep.launcher.watchdog import (
     ProgressTimer,
     RankState,
     Watchdog,
-    is_running,
-    start_time,
 )
 from samestep.launcher.worker import exit_process
 
@@ -52,9 +45,6 @@ _MIN_INTERVAL = 0.25
 _MAX_INTERVAL = 5.0
 _SILENT_INTERVALS = 4
 _TIMEOUT_SECONDS = 1.0
-_STORE_GONE_SECONDS = 3.0
-# Time for the main thread to fail by itself, and for the ended rank's own report.
-_GONE_SECONDS = 5.0
 _HANG = "hang"
 
 
@@ -96,8 +86,6 @@ class PeerWatchdog:
         self._interval = min(max(hang_after / 8, _MIN_INTERVAL), _MAX_INTERVAL)
         self._watchdog = Watchdog(hang_after)
         self._peers: dict[int, _Peer] = {}
-        self._processes: dict[int, list[Any]] = {}
-        self._gone_since: dict[int, float] = {}
         self._beats = 0
         self._answers = 0
         self._main_thread = threading.get_ident()
@@ -137,30 +125,14 @@ class PeerWatchdog:
 
     def _watch_peers(self) -> None:
         try:
-            self._store.set(f"process/{self._job.rank}", json.dumps(_process_identity()))
+            self._store.set(f"host/{self._job.rank}", socket.gethostname())
             self._send_status()
             while not self._closed.wait(self._interval):
                 self._send_status()
                 self._check_progress()
         except dist.DistError:
-            if self._is_ending.is_set() or self._is_abandoned():
+            if self._is_ending.is_set():
                 exit_process(EXIT_FAILED)
-
-    def _is_abandoned(self) -> bool:
-        """Whether the main thread is stuck after the loss of the store: it would report itself."""
-        address, port = self._job.address
-        if self._closed.wait(_STORE_GONE_SECONDS) or accepts_connections(address, port):
-            return False
-        if self._reports_loss and not launcher_has_ended():
-            host = self._store_host
-            text = (
-                f"error: {host} has ended, and with it the store of the job at {address}:{port}; "
-                f"this rank ends {self._rank_status.activity} [E_LAUNCHER_GONE]\n"
-                f"  expected: {host} runs until all ranks have ended\n"
-                f"  fix:      read the output of {host}, and start the same command again"
-            )
-            report_line(bounded(text))
-        return True
 
     def _send_status(self) -> None:
         self._beats += 1
@@ -173,18 +145,6 @@ class PeerWatchdog:
         seconds = self._watchdog.hang_seconds(states)
         if seconds or self._store.check([_HANG]):
             self._end_hang(states, seconds or self._hang_after)
-        elif (gone := self._gone_rank(states)) is not None:
-            self._is_ending.set()
-            failure = Failure.of_report(
-                gone,
-                "E_RANK_EXITED",
-                f"the process of rank {gone} has ended{{}}",
-                f"read the output of rank {gone}; without any, look for an out-of-memory kill in "
-                "the system log",
-                states[gone].status.activity,
-                is_consequence=True,
-            )
-            self._report_and_exit(failure)
 
     def _read_states(self) -> dict[int, RankState]:
         ranks = range(self._job.size)
@@ -199,7 +159,8 @@ class PeerWatchdog:
     def _end_hang(self, states: dict[int, RankState], seconds: float) -> NoReturn:
         """Report the hang, unless another rank does, and end this process."""
         self._is_ending.set()
-        hosts = {rank: str(identity[3]) for rank, identity in self._processes.items()}
+        present = [rank for rank in states if self._store.check([f"host/{rank}"])]
+        hosts = {rank: self._store.get(f"host/{rank}").decode() for rank in present}
         if len(set(hosts.values())) > 1:
             states = {r: replace(state, host=hosts.get(r, "")) for r, state in states.items()}
         store = self._store
@@ -217,25 +178,6 @@ class PeerWatchdog:
         if is_first:
             report_line(failure.reported(None).text)
         exit_process(code)
-
-    def _gone_rank(self, states: dict[int, RankState]) -> int | None:
-        """Return a rank of this machine that has ended some seconds ago inside of the world."""
-        machine, *_ = _process_identity()
-        now = time.monotonic()
-        for rank in self._peers:
-            if rank not in self._processes and self._store.check([f"process/{rank}"]):
-                self._processes[rank] = json.loads(self._store.get(f"process/{rank}"))
-            its_machine, *process = self._processes.get(rank, [""])
-            if (
-                not machine
-                or its_machine != machine
-                or states[rank].status.is_finished
-                or is_running(*process[:2])
-            ):
-                self._gone_since.pop(rank, None)
-            elif now - self._gone_since.setdefault(rank, now) >= _GONE_SECONDS:
-                return rank
-        return None
 
     def _watch_store(self) -> None:
         """End this process if this rank makes no progress and the store does not answer."""
@@ -263,19 +205,6 @@ class PeerWatchdog:
             f"  fix:      check whether the process of {host} is stopped, or its machine lost"
         )
         report_line(bounded(text))
-
-
-def _process_identity() -> list[Any]:
-    """Return machine and namespace of processes, number and start time of this one, and its host.
-
-    The machine is empty if unknown. The start time does not depend on the clock, which may be set
-    during a run.
-    """
-    machine = ""
-    with suppress(OSError):
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-        machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {namespace}"
-    return [machine, os.getpid(), start_time(os.getpid()), socket.gethostname()]
 
 
 def _stack(thread: int) -> list[str]:

@@ -49,7 +49,6 @@ _SEEN = "failure/seen"
 _STOP_SECONDS = 6.0
 _LAUNCHER_POLL_SECONDS = 1.0
 _watched: list[int] = []
-_launcher_has_ended = threading.Event()
 
 
 def join_job(
@@ -381,14 +380,8 @@ def watch_launcher(rendezvous: Rendezvous) -> None:
             return
 
 
-def launcher_has_ended() -> bool:
-    """Whether the process that `watch_launcher` watches has ended, which its thread reports."""
-    return _launcher_has_ended.is_set()
-
-
 def _watch(launcher: int, rendezvous: Rendezvous) -> None:
     _wait_for_process(launcher)
-    _launcher_has_ended.set()
     if rendezvous.local_rank == 0:
         name = rendezvous.launcher
         report_line(

@@ -40,7 +40,6 @@ _PROCESS_STATES = {
     "T": "stopped by a signal (SIGSTOP, a debugger)",
     "D": "waits in the kernel, which no signal ends: for a disk, a network file system or a driver",
 }
-_START_TIME = 19  # place of the start time among the fields after the command
 _WAITING = ", waiting in "
 _TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 _NO_ANSWER = "none: the process does not answer"
@@ -199,15 +198,10 @@ def process_stat(process: int) -> list[str]:
     return []
 
 
-def start_time(process: int) -> str:
-    """Return the start of a process in clock ticks since that of the machine; empty if unknown."""
-    return next(iter(process_stat(process)[_START_TIME:]), "")
-
-
-def is_running(process: int, started: str | None = None) -> bool:
-    """Whether a process runs, and began at `started`: another process can have its number."""
+def is_running(process: int) -> bool:
+    """Whether a process runs."""
     fields = process_stat(process)
-    return bool(fields) and fields[0] not in "ZX" and started in (None, fields[_START_TIME])
+    return bool(fields) and fields[0] not in "ZX"
 
 
 class ProgressTimer:
