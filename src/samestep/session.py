@@ -89,7 +89,7 @@ def init(
     """Join the other ranks, and return the world.
 
     Ranks are defined by `samestep.launch` or the `samestep` command, otherwise by the variables of
-    torchrun, srun or mpirun (docs/guides/launching.md), otherwise this process is the only rank.
+    torchrun or srun (docs/guides/launching.md), otherwise this process is the only rank.
 
     The world ends when the interpreter exits, when the function of `samestep.launch` returns, or at
     the end of a block: `with samestep.init():`. A second call returns the same world.

@@ -1,17 +1,16 @@
-"""Commands as ranks of torchrun, Slurm and MPI: one run, one report, and the bits of `samestep train`."""
+"""Commands as ranks of torchrun and Slurm: one run, one report, and the bits of `samestep train`."""
 
 import json
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.started import Variables, as_mpirun, as_srun, as_torchrun, free_port, python, ranks
-from helpers.system import COMMAND, Done, events, here, state_of, until, weights
+from helpers.started import Variables, as_srun, as_torchrun, free_port, python, ranks
+from helpers.system import Done, events, here, state_of, until, weights
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 PLAIN = ("epochs=1",)
@@ -32,7 +31,6 @@ def launchers() -> dict[str, Callable[[Path], Variables]]:
     return {
         "torchrun": lambda place: as_torchrun(free_port()),
         "srun": lambda place: as_srun(str(abs(hash(place)))),
-        "mpirun": lambda place: as_mpirun,
     }
 
 
@@ -89,18 +87,6 @@ def test_torchrun_itself_trains_to_the_same_bits(place: Path) -> None:
     assert weights(place / "runs" / "real") == weights(place / "runs" / "launched")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
-def test_mpirun_itself_trains_to_the_same_bits(place: Path) -> None:
-    more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = ["mpirun", "--oversubscribe", "-n", "2", *COMMAND]
-    arguments = ["train", RECIPE, *PLAIN, "--name", "mpi"]
-    with ranks(lambda r, s: more, 1, *arguments, cwd=place, command=command) as started:
-        (ended,) = started.wait()
-    assert ended.code == 0, str(ended)
-    assert weights(place / "runs" / "mpi") == weights(place / "runs" / "launched")
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_resumed_and_an_evaluated_run(place: Path) -> None:
@@ -115,7 +101,7 @@ def test_a_resumed_and_an_evaluated_run(place: Path) -> None:
     assert [each.code for each in ended] == [130, 130], str(ended)
     assert f"samestep resume runs/{run.name}" in ended[0].out
     assert 0 < state_of(run)["step"] < 13
-    with ranks(as_mpirun, 3, "resume", run, cwd=place) as started:
+    with ranks(as_srun("817"), 3, "resume", run, cwd=place) as started:
         assert [each.code for each in started.wait()] == [0, 0, 0]
     assert weights(run) == weights(place / "runs" / "launched")
     with ranks(as_srun("4712"), 2, "eval", run, "--json", cwd=place) as started:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from helpers.recorded import count_calls
-from helpers.started import as_mpirun, as_srun, free_port, python
+from helpers.started import as_srun, free_port, python
 from helpers.surroundings import END_SECONDS, RecordFault
 from helpers.system import COMMAND, TESTS, Running, here, state_of, until, weights
 
 RECIPE = TESTS / "helpers" / "recorded.yaml"
 TRAIN = ("train", RECIPE, "--name", "a")
-# Starts one command per set of variables, as srun and mpirun do, and waits.
+# Starts one command per set of variables, as srun does, and waits.
 LAUNCHER = """
 import json, os, subprocess, sys
 ranks = [subprocess.Popen(sys.argv[2:], env={**os.environ, **variables}) for variables in json.loads(sys.argv[1])]
@@ -30,8 +30,7 @@ def launcher(name: str) -> list[str]:
     if name == "torchrun":
         port = str(free_port())
         return python("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "samestep")
-    of_rank = as_srun("815") if name == "srun" else as_mpirun
-    variables: list[Mapping[str, str]] = [of_rank(rank, 2) for rank in range(2)]
+    variables: list[Mapping[str, str]] = [as_srun("815")(rank, 2) for rank in range(2)]
     return [sys.executable, "-c", LAUNCHER, json.dumps(variables), *COMMAND]
 
 
@@ -41,8 +40,6 @@ def launcher(name: str) -> list[str]:
         pytest.param("torchrun", False, marks=pytest.mark.slow),
         pytest.param("torchrun", True, marks=pytest.mark.long),
         pytest.param("srun", False, marks=pytest.mark.long),
-        pytest.param("mpirun", False, marks=pytest.mark.long),
-        pytest.param("mpirun", True, marks=pytest.mark.long),
     ],
 )
 def test_ranks_end_with_their_launcher(

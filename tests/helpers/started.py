@@ -56,17 +56,6 @@ def as_srun(job: str, restarts: int = 0) -> Variables:
     }
 
 
-def as_mpirun(rank: int, size: int) -> Mapping[str, str]:
-    """Return the variables of Open MPI on one machine; the process of the test is the job."""
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
-        "PMIX_NAMESPACE": str(os.getpid()),
-    }
-
-
 class Ranks:
     """Processes that run one command, one a rank."""
 

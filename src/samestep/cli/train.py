@@ -453,7 +453,7 @@ def train(
         samestep.train("images", overrides, processes=2, name="first")
 
     Ranks are new processes, so a script calls this below `if __name__ == "__main__":`. In a script
-    that torchrun, srun or mpirun has started, this process is a rank.
+    that torchrun or srun has started, this process is a rank.
 
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.

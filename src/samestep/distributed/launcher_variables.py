@@ -1,6 +1,6 @@
 """Detection of the launcher that started this process, from environment variables.
 
-Supported are torchrun, Slurm's srun and Open MPI's mpirun; see docs/guides/launching.md.
+Supported are torchrun and Slurm's srun; see docs/guides/launching.md.
 """
 
 from __future__ import annotations
@@ -11,30 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
-from zlib import crc32
 
 from samestep.errors import InputError
 
 Variables = Mapping[str, str]
-Launcher = Literal["torchrun", "Slurm", "Open MPI"]
+Launcher = Literal["torchrun", "Slurm"]
 
 # Set by torchrun, and by users that start ranks by hand.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Set by torchrun alone.
 _AGENT = "TORCHELASTIC_RUN_ID"
-_OPEN_MPI = tuple(
-    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-)
+_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 # All variables that this module reads, in the order of precedence.
 LAUNCH_VARIABLES = (
     *(*_TORCHRUN, "LOCAL_WORLD_SIZE", _AGENT, "TORCHELASTIC_USE_AGENT_STORE"),
     *("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
     *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
-    *(*_OPEN_MPI, "PMIX_NAMESPACE"),
+    _MPI_SIZE,
 )
 
-# Default ports of Slurm steps and MPI jobs: below the ephemeral port range.
+# Default ports of Slurm steps: below the ephemeral port range.
 FIRST_PORT = 15000
 PORTS = 10000
 
@@ -83,19 +80,14 @@ def find_rendezvous(variables: Variables) -> Rendezvous | None:
     Raises:
         InputError: a launcher's variables are incomplete or invalid.
     """
-    matches = [
-        match for read in (_torchrun, _slurm, _open_mpi) if (match := read(variables)) is not None
-    ]
-    if not matches:
-        return None
-    first, *others = matches
-    if first.launcher == "Slurm" and others:
-        other = others[0]
-        if (first.rank, first.world_size) != (other.rank, other.world_size):
-            # mpirun inside a Slurm job starts its daemons by srun, and its ranks inherit the
-            # variables of the daemons.
-            first = other
-    return _with_address(first, variables)
+    rendezvous = _torchrun(variables)
+    if rendezvous is None and _MPI_SIZE in variables and _number(variables, _MPI_SIZE, 1) > 1:
+        raise _variables_error(
+            f"{_MPI_SIZE} is set, and torchrun's variables are not",
+            expected=f"{_listed(_TORCHRUN)} in each rank of mpirun",
+            fix="set them from those of Open MPI: docs/guides/launching.md",
+        )
+    return rendezvous or _slurm(variables)
 
 
 def _torchrun(variables: Variables) -> Rendezvous | None:
@@ -135,18 +127,37 @@ def _slurm(variables: Variables) -> Rendezvous | None:
         return None  # for example an interactive shell, in which users start ranks themselves
     if _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0) == 1:
         rendezvous = replace(rendezvous, local_size=size)
-    restarts = _number(variables, "SLURM_RESTART_COUNT", 0, default=0)
-    return replace(rendezvous, restarts=restarts, rank_variable="SLURM_PROCID")
+    return replace(
+        rendezvous,
+        address=_slurm_address(variables, is_on_one_machine=rendezvous.local_size == size),
+        port=_slurm_port(variables),
+        restarts=_number(variables, "SLURM_RESTART_COUNT", 0, default=0),
+        rank_variable="SLURM_PROCID",
+    )
 
 
-def _open_mpi(variables: Variables) -> Rendezvous | None:
-    if "OMPI_COMM_WORLD_RANK" not in variables:
-        return None
-    _require(variables, _OPEN_MPI, "Open MPI's mpirun sets them for each rank")
-    rendezvous = _rendezvous(variables, "Open MPI", _OPEN_MPI)
-    if rendezvous.world_size == 1:
-        return None
-    return replace(rendezvous, rank_variable=_OPEN_MPI[0])
+def _slurm_address(variables: Variables, *, is_on_one_machine: bool) -> str:
+    if address := variables.get("MASTER_ADDR"):
+        return address
+    if is_on_one_machine:
+        return "127.0.0.1"
+    hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST"))
+    if hosts is None:
+        raise _variables_error(
+            "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set",
+            expected="a list of hosts, the first of which runs rank 0",
+            fix="set MASTER_ADDR to the host of rank 0",
+        )
+    return first_host(hosts)
+
+
+def _slurm_port(variables: Variables) -> int:
+    """Return a port that differs from those of steps with close job numbers."""
+    if "MASTER_PORT" in variables:
+        return _port(variables)
+    job = _number(variables, "SLURM_JOB_ID", 0)
+    step = _number(variables, "SLURM_STEP_ID", 0)
+    return FIRST_PORT + (job + 101 * step) % PORTS
 
 
 def _rendezvous(variables: Variables, launcher: Launcher, names: Sequence[str]) -> Rendezvous:
@@ -162,43 +173,6 @@ def _rendezvous(variables: Variables, launcher: Launcher, names: Sequence[str]) 
         local_size = _number(variables, local_size_name, 1, size)
     local_rank = _number(variables, local_rank_name, 0, (local_size or size) - 1)
     return Rendezvous(launcher, rank, size, local_rank, local_size)
-
-
-def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
-    """Add address and port if the launcher's own variables have none."""
-    if rendezvous.launcher == "torchrun":
-        return rendezvous
-    if rendezvous.launcher == "Open MPI" and not rendezvous.is_on_one_machine:
-        reason = (
-            "the address of rank 0 for ranks on several machines; mpirun -x NAME passes them on"
-        )
-        _require(variables, ("MASTER_ADDR", "MASTER_PORT"), reason)
-    if "MASTER_PORT" in variables:
-        port = _port(variables)
-    else:
-        port = _default_port(rendezvous.launcher, variables)
-    if rendezvous.is_on_one_machine:
-        return replace(rendezvous, address=variables.get("MASTER_ADDR", "127.0.0.1"), port=port)
-    hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST"))
-    if not variables.get("MASTER_ADDR") and hosts is None:
-        raise _variables_error(
-            "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set",
-            expected="a list of hosts, the first of which runs rank 0",
-            fix="set MASTER_ADDR to the host of rank 0",
-        )
-    address = variables.get("MASTER_ADDR") or first_host(hosts or "")
-    return replace(rendezvous, address=address, port=port)
-
-
-def _default_port(launcher: Launcher, variables: Variables) -> int:
-    """Return a port that differs from those of steps of Slurm with close job numbers."""
-    if launcher == "Slurm":
-        job = _number(variables, "SLURM_JOB_ID", 0)
-        step = _number(variables, "SLURM_STEP_ID", 0)
-        return FIRST_PORT + (job + 101 * step) % PORTS
-    if "PMIX_NAMESPACE" not in variables:
-        _require(variables, ("MASTER_PORT",), "a port for rank 0; mpirun -x NAME passes it on")
-    return FIRST_PORT + crc32(variables["PMIX_NAMESPACE"].encode()) % PORTS
 
 
 def first_host(hosts: str) -> str:

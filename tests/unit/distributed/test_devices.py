@@ -110,7 +110,7 @@ def own_gpus_error(uuids: list[list[str]]) -> list[str]:
 
 
 def test_ranks_with_one_gpu_are_refused_by_name() -> None:
-    """Also if each rank sees this GPU alone, as under srun and mpirun: UUIDs are equal, numbers need not be."""
+    """Also if each rank sees this GPU alone, as under srun: UUIDs are equal, numbers need not be."""
     assert own_gpus_error([["GPU-a"], ["GPU-b"], ["GPU-a"]]) == ["ranks 0 and 2 use the same GPU, GPU-a"] * 3
     assert own_gpus_error([["GPU-a", "GPU-b"], ["GPU-b", "GPU-c"]]) == ["ranks 0 and 1 use the same GPU, GPU-b"] * 2
     assert own_gpus_error([["GPU-a"], ["GPU-b"], ["MIG-c"]]) == []

@@ -27,16 +27,7 @@ SLURM = {
 SLURM_ONE_NODE = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "3"}
 # As Slurm sets them in a batch script.
 BATCH = {"SLURM_JOB_ID": "123", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "1610416129",
-}
-MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-APART = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}  # on several machines
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 
 def detected(variables: dict[str, str]) -> Rendezvous:
@@ -56,7 +47,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         pytest.param({"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "HOME": "/root"}, id="address"),
         pytest.param(BATCH, id="batch script of Slurm"),
         pytest.param({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, id="step of one task"),
-        pytest.param({**OPEN_MPI, **dict.fromkeys(MPI_RANKS, "0"), **dict.fromkeys(MPI_SIZES, "1")}, id="one MPI rank"),
+        pytest.param({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, id="one MPI rank"),
     ],
 )
 def test_no_launcher(variables: dict[str, str]) -> None:
@@ -86,9 +77,8 @@ def test_loopback_address_means_one_machine() -> None:
     [
         *((without(TORCHRUN, name), f"{name} is not") for name in TORCHRUN),
         (without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "MASTER_ADDR"),
-        (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), "OMPI_COMM_WORLD_LOCAL_SIZE is not set"),
-        (without(OPEN_MPI, "PMIX_NAMESPACE"), "MASTER_PORT is not set"),
-        (APART, "MASTER_ADDR and MASTER_PORT are not set"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE is set, and torchrun's variables are not"),
+        ({**SLURM, **OPEN_MPI}, "OMPI_COMM_WORLD_SIZE is set"),
     ],
 )
 def test_incomplete_variables_are_rejected(variables: dict[str, str], missing: str) -> None:
@@ -145,10 +135,10 @@ def test_slurm_on_one_node_uses_the_loopback_interface() -> None:
 
 def test_master_address_and_port_take_precedence() -> None:
     address = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
-    for variables in (SLURM, SLURM_ONE_NODE, OPEN_MPI):
+    for variables in (SLURM, SLURM_ONE_NODE):
         rendezvous = detected({**variables, **address})
         assert (rendezvous.address, rendezvous.port) == ("10.0.0.7", 1234)
-    rendezvous = detected({**OPEN_MPI, "MASTER_PORT": "1234"})
+    rendezvous = detected({**SLURM_ONE_NODE, "MASTER_PORT": "1234"})
     assert rendezvous.address == "127.0.0.1"
 
 
@@ -157,25 +147,9 @@ def test_older_slurm_has_variables_of_the_job_only() -> None:
     assert (rendezvous.world_size, rendezvous.address) == (4, "gpu001")
 
 
-def test_open_mpi() -> None:
-    rendezvous = detected(OPEN_MPI)
-    assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("Open MPI", 1, 2, 1)
-    assert (rendezvous.address, rendezvous.port) == ("127.0.0.1", 16991)
-    assert detected({**OPEN_MPI, "PMIX_NAMESPACE": "1610416130"}).port != rendezvous.port
-
-
-def test_open_mpi_on_several_machines() -> None:
-    assert not detected({**APART, "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}).is_on_one_machine
-
-
 def test_first_launcher_takes_precedence() -> None:
     rendezvous = detected({**TORCHRUN, **SLURM, **OPEN_MPI})
     assert rendezvous.launcher == "torchrun"
-
-
-def test_mpirun_in_a_slurm_job() -> None:
-    rendezvous = detected({**SLURM, **OPEN_MPI, "PMI_RANK": "3", "PMI_SIZE": "4"})
-    assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size) == ("Open MPI", 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from samestep.launcher.rendezvous import listen
 from samestep.distributed.launcher_variables import Rendezvous
 rank, size, port, seconds = map(int, sys.argv[1:])
 try:
-    job = join_job(Rendezvous("Open MPI", rank, size, rank, size, "127.0.0.1", port), timedelta(seconds=seconds))
+    job = join_job(Rendezvous("Slurm", rank, size, rank, size, "127.0.0.1", port), timedelta(seconds=seconds))
 except SamestepError as error:
     print(error)
 else:
