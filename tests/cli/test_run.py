@@ -306,7 +306,6 @@ def test_exit_code_is_that_of_the_script(tmp_path: Path, processes: int, end: st
     assert "error: " not in done.err
     assert done.err.count("no data\n") == (end == "'no data'")
     assert ("samestep: Linear: 0 of 1 calls divided" in done.err) == (processes == 2)
-    assert len(list(tmp_path.glob("runs/script-*/summary.json"))) == processes - 1
 
 
 @pytest.mark.parametrize(
@@ -437,11 +436,6 @@ def test_summary_explains_what_was_divided_with_lines(tmp_path: Path) -> None:
         "  script.py:10: DataParallel is the module itself: Samestep divides its calls",
         "  files that rank 0 alone has written: 1",
     ]
-    (path,) = tmp_path.glob("runs/script-*/summary.json")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert content["lines"] == lines[1:5]
-    assert content["explanation"] == lines[5:]
-    assert content["accumulation"] == {"2": 3}
 
 
 @pytest.mark.parametrize(

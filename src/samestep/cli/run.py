@@ -63,8 +63,7 @@ class Run(FaultOptions):
         type=integer,
     )
     explain: bool = option(
-        "add the decision about each line that calls a model to the summary at the end; "
-        "RUN/summary.json has both during the run, too",
+        "add the decision about each line that calls a model to the summary at the end",
         default=False,
     )
     module: bool = option(
@@ -81,8 +80,7 @@ class Run(FaultOptions):
         # Before anything starts, from the source: the mode decides which options have a meaning.
         mode = mode_of(self.script, is_module=self.module, own_group=self.own_group)
         stem = self.script.name if self.module else self.script.stem
-        folder = self.runs / timed_name(self.runs, stem)
-        log_dir = folder / "logs"
+        log_dir = self.runs / timed_name(self.runs, stem) / "logs"
         strategy = self._strategy()
         if mode is not Mode.UNCHANGED:
             self._require_no_options_of_calls(mode)
@@ -95,7 +93,6 @@ class Run(FaultOptions):
             options["reduction"] = "exact"
         if processes[1] > 1:
             output = output_folder(log_dir, stem, "--runs")
-            options["folder"] = folder.resolve()
         function = ByName("samestep.script.unchanged", "run")
         call = partial(function, self.script, tuple(self.arguments), **options)
         starts = itertools.count()

@@ -6,15 +6,13 @@ of the host.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
@@ -24,16 +22,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.checkpoint.durable_files import write_atomically
 from samestep.data.own_rows import OwnRows
 from samestep.distributed.collective_check import Line
 from samestep.distributed.logging import logger
 from samestep.distributed.standard_streams import report_line
-from samestep.errors import RunError
 from samestep.view.view import ModuleSummary
 
-FILE = "summary.json"
-_PUBLISH_SECONDS = 30.0
 _CLASSES = 3  # with a line of their own
 _REASONS = 3  # in a line
 _MANY_SHORT = 0.1  # of the calls with gradients, from which on advice is given
@@ -57,25 +51,18 @@ class CallRecord:
 class Records:
     """Records of the calls of a script.
 
-    Args:
-        publish: called about every 30 s, after a call.
-
     Attributes:
         calls: one record for each class, line and decision.
         accumulation: number of steps, by number of backwards before the step.
-        rates: rate at the first step of an optimizer, by class.
         divided_seconds: time of divided calls and their backwards.
         model_seconds: time of all calls and backwards.
     """
 
-    def __init__(self, publish: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.calls: dict[tuple[Any, ...], CallRecord] = {}
         self.accumulation: Counter[int] = Counter()
-        self.rates: dict[str, float] = {}
         self.divided_seconds = 0.0
         self.model_seconds = 0.0
-        self._publish = publish
-        self._published = perf_counter()
         self._backwards: Counter[Line] = Counter()  # since the last step; GANs have several lines
         # Start of the first call, and end of the last call or backward.
         self._span: tuple[float, float] | None = None
@@ -94,10 +81,7 @@ class Records:
     def steps_counted(self) -> Iterator[None]:
         """Count the backwards before each step of an optimizer, inside the block."""
 
-        def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            name = type(optimizer).__qualname__
-            if name not in self.rates and "lr" in optimizer.param_groups[0]:
-                self.rates[name] = float(optimizer.param_groups[0]["lr"])
+        def count(*_: Any) -> None:
             if self._backwards:
                 self.accumulation[max(self._backwards.values())] += 1
 
@@ -140,9 +124,6 @@ class Records:
         record.calls += 1
         record.rows = max(record.rows, summary.rows)
         self._add_times(record, began, now)
-        if self._publish is not None and now - self._published > _PUBLISH_SECONDS:
-            self._published = now
-            self._publish()
 
     def _add_times(self, record: CallRecord, began: float, now: float) -> None:
         seconds = now - began
@@ -212,7 +193,6 @@ class Summary:
         explains: whether the lines have details.
         seeds: line and value of the last seed of each function that seeds a global generator.
         writer: has the number of written files as `files`.
-        path: file that receives the summary during the run, or None.
         records: times and lines of the calls.
     """
 
@@ -222,13 +202,9 @@ class Summary:
     explains: bool = False
     seeds: Mapping[str, tuple[Line, str]] = field(default_factory=dict)
     writer: Any = None
-    path: Path | None = None
-
-    def __post_init__(self) -> None:
-        publish = None if self.path is None else self.write
-        self.records = Records(publish)
-        self._messages: dict[str, None] = {}
-        self._start = os.getcwd()
+    records: Records = field(default_factory=Records, init=False)
+    _messages: dict[str, None] = field(default_factory=dict, init=False)
+    _start: str = field(default_factory=os.getcwd, init=False)
 
     @contextmanager
     def messages(self) -> Iterator[None]:
@@ -352,38 +328,12 @@ class Summary:
         return f"{relative}:{number}"
 
     def report(self) -> None:
-        """Print the lines on standard error, and write the file."""
+        """Print the lines on standard error."""
         lines = list(self.lines())
         if self.explains:
             lines += self.explanation()
         for line in dict.fromkeys(lines):
             report_line(f"samestep: {line}")
-        self.write()
-
-    def write(self) -> None:
-        """Write the file, if there is one; after an error not again."""
-        if self.path is None:
-            return
-        records = self.records
-        content = {
-            "processes": self.size,
-            "lines": list(self.lines()),
-            "explanation": list(self.explanation()),
-            "calls": [asdict(record) for record in records.calls.values()],
-            "seconds": {
-                "divided": records.divided_seconds,
-                "calls": records.model_seconds,
-                "run": records.run_seconds,
-            },
-            "speed_up": self.speed_up,
-            "accumulation": dict(records.accumulation),
-            "rates": records.rates,
-        }
-        try:
-            write_atomically(self.path, json.dumps(content, indent=1) + "\n")
-        except RunError as error:
-            self.path = None
-            report_line(f"samestep: {error}")
 
 
 def _lines_of_calls(records: Sequence[CallRecord]) -> Iterator[str]:

@@ -45,7 +45,7 @@ from samestep.script.process import (
     threads_joined,
 )
 from samestep.script.replaced import replaced
-from samestep.script.summary import FILE, Summary
+from samestep.script.summary import Summary
 from samestep.session import join
 from samestep.view.first_calls import CallOptions
 from samestep.view.parallel import ParallelModule
@@ -67,7 +67,6 @@ def run(
     reduction: Reduction = "fast",
     strategy: StrategyConfig | None = None,
     explains: bool = False,
-    folder: Path | None = None,
 ) -> int:
     """Run a script in this rank.
 
@@ -82,7 +81,6 @@ def run(
         strategy: `fsdp` divides the parameters of a module at its first call; `device_map` gives
             each process several devices, on which the script places parts of its model.
         explains: print details in the summary.
-        folder: folder of the run, which receives the summary; None for none.
 
     Returns:
         The exit code of the script.
@@ -92,10 +90,7 @@ def run(
         report_line(f"samestep: {script} on {size} processes: {mode}")
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     if mode is Mode.UNCHANGED:
-        path = None
-        if folder is not None:
-            path = folder / FILE
-        surroundings = partial(unchanged, reduction, strategy, explains=explains, path=path)
+        surroundings = partial(unchanged, reduction, strategy, explains=explains)
     try:
         run_script(
             *(script, arguments, restarts, max_restarts),
@@ -133,7 +128,6 @@ def unchanged(
     strategy: StrategyConfig | None = None,
     *,
     explains: bool = False,
-    path: Path | None = None,
 ) -> Iterator[Summary]:
     """Surround a script that knows one device, during the block.
 
@@ -141,7 +135,6 @@ def unchanged(
         reduction: reduction of divided calls.
         strategy: strategy of the world.
         explains: print details in the summary.
-        path: file that receives the summary of rank 0 during the run and at its end, or None.
 
     Yields:
         Summary of the divided calls and readings of this rank.
@@ -153,8 +146,7 @@ def unchanged(
             if size == 1 and reduction == "fast":
                 summary = _alone(stack)
             else:
-                own_path = path if rank == 0 else None
-                summary = _together(stack, reduction, strategy, own_path)
+                summary = _together(stack, reduction, strategy)
             summary.explains = explains
             yield summary
     except SystemExit:  # a usual end of a script
@@ -174,9 +166,7 @@ def _alone(stack: ExitStack) -> Summary:
     return Summary(stack.enter_context(own_rows_of_loaders(lambda: None)))
 
 
-def _together(
-    stack: ExitStack, reduction: Reduction, strategy: StrategyConfig | None, path: Path | None
-) -> Summary:
+def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig | None) -> Summary:
     """Join the other ranks, and give a script what it needs, until the stack is closed."""
     rank, size = rank_and_size()
     require_microbatches(None, size)
@@ -203,7 +193,6 @@ def _together(
         size,
         has_host_times=is_accelerator(view.device),
         seeds=view.in_step.seeds,
-        path=path,
     )
     stack.enter_context(summary.messages())
     microbatches = _MICROBATCHES[reduction]

@@ -1,9 +1,7 @@
 """Summary of an unchanged script: calls by class, times, data, and advice on batch sizes."""
 
-import json
 import logging
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,7 @@ from samestep.data.own_rows import OwnRows
 from samestep.data.sample_reader import Decision
 from samestep.distributed.logging import logger
 from samestep.script import summary as summary_module
-from samestep.script.summary import FILE, Reading, Records, Summary, advice
+from samestep.script.summary import Reading, Records, Summary, advice
 from samestep.view.view import ModuleSummary
 
 LINE = ("train.py", 31)
@@ -219,26 +217,3 @@ def test_explanation_names_lines_of_the_script(script: Script, caplog: pytest.Lo
         "  train.py:9 starts the program 'git', on every process",
         "  files that rank 0 alone has written: 3",
     ]
-
-
-def test_file_is_written_during_the_run_until_it_fails(
-    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / FILE
-    summary = Summary({}, size=2, path=path)
-    script.records = summary.records
-    script.now = summary.records._published = 0.0
-    module = ModuleSummary("Net")
-    for seconds in (1.0, 28.0):
-        script.call(module, "divided", seconds)
-        assert not path.exists()
-    script.call(module, "divided", 2.0)
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert content["processes"] == 2
-    assert content["lines"] == list(summary.lines())
-    assert content["calls"][0] | {"seconds": 30.0, "calls": 3, "rows": 32, "way": "divided"} == content["calls"][0]
-    path.unlink()
-    tmp_path.rmdir()
-    summary.write()
-    summary.write()
-    assert capsys.readouterr().err.count(f"samestep: {path} cannot be written") == 1
