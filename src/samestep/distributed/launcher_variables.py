@@ -55,8 +55,7 @@ class Rendezvous:
     port: int = 0  # port of the store
     has_store: bool = False  # the launcher hosts the store; otherwise rank 0 does
     restarts: int = 0  # number of restarts according to the launcher
-    # Variable of each rank that the launcher's process lacks; None for ranks started by hand.
-    rank_variable: str | None = None
+    ends_with_parent: bool = False  # not if it was started by hand
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -102,7 +101,6 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
             fix=f"set {_listed(missing)} (LOCAL_RANK is 0 with one rank per machine), or unset "
             f"{_listed(present)} if this process is not a rank",
         )
-    agent = _AGENT if _AGENT in variables else None
     rendezvous = _rendezvous(variables, "torchrun", (*_TORCHRUN[:3], "LOCAL_WORLD_SIZE"))
     return replace(
         rendezvous,
@@ -110,7 +108,7 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
         port=_port(variables),
         has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
-        rank_variable=agent,
+        ends_with_parent=_AGENT in variables,
     )
 
 
@@ -132,7 +130,7 @@ def _slurm(variables: Variables) -> Rendezvous | None:
         address=_slurm_address(variables, is_on_one_machine=rendezvous.local_size == size),
         port=_slurm_port(variables),
         restarts=_number(variables, "SLURM_RESTART_COUNT", 0, default=0),
-        rank_variable="SLURM_PROCID",
+        ends_with_parent=True,
     )
 
 

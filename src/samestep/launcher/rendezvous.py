@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import signal
 import socket
 import threading
@@ -21,10 +20,9 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-import psutil
 import torch.distributed as dist
 
-from samestep.distributed.env import environment_of, prepare_torch_environment, read_environment
+from samestep.distributed.env import prepare_torch_environment, read_environment
 from samestep.distributed.launcher_variables import Rendezvous, is_loopback
 from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import ranks_text
@@ -48,7 +46,6 @@ _SEEN = "failure/seen"
 # Time for a step and its checkpoint after the request to stop that follows the end of the launcher.
 _STOP_SECONDS = 6.0
 _LAUNCHER_POLL_SECONDS = 1.0
-_watched: list[int] = []
 
 
 def join_job(
@@ -87,20 +84,14 @@ def join_job(
 
 
 def join_launch(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
-    """Wait for all ranks of a launch; return its part of the store. Later calls do not wait."""
+    """Return the part of the launch's store that no script uses."""
     if process_state.launch_store is None:
         host_store(worker, timeout)
-        rank = worker.rank
-        size = worker.size
         tcp = process_state.hosted_store
         if tcp is None:
             address = worker.store_address
-            tcp = dist.TCPStore(*address, size, False, timeout, wait_for_workers=False)
-        store = dist.PrefixStore(read_environment().job_prefix, tcp)
-        hint = "read the output of the missing ranks"
-        process_state.launch_store, _ = wait_for_ranks(
-            store, rank=rank, size=size, restarts=0, timeout=timeout, hint=hint
-        )
+            tcp = dist.TCPStore(*address, worker.size, False, timeout, wait_for_workers=False)
+        process_state.launch_store = dist.PrefixStore("samestep", tcp)
     return process_state.launch_store
 
 
@@ -355,33 +346,21 @@ def report_failure(
 
 
 def watch_launcher(rendezvous: Rendezvous) -> None:
-    """End this process with the process that started the ranks of this machine.
+    """End this process with its parent, by which a launcher started the ranks of this machine.
 
     The process receives SIGTERM, which requests a stop with a checkpoint inside of
     `samestep.init()`, and ends some seconds later in any case. Ranks that were started by hand are
-    not watched: they may outlive a shell. Further calls have no effect.
+    not watched: they may outlive a shell.
     """
-    variable = rendezvous.rank_variable
-    if _watched or variable is None:
-        return
-    # The launcher is the nearest ancestor that lacks the variable: shells between launcher and rank
-    # have it. The environment of another user's process, such as slurmstepd, cannot be read.
-    for ancestor in psutil.Process().parents():
-        if variable not in environment_of(ancestor.pid):
-            if ancestor.pid <= 1:  # of a container, which no other process outlives
-                return
-            _watched.append(ancestor.pid)
-            threading.Thread(
-                target=_watch,
-                args=(ancestor.pid, rendezvous),
-                name="samestep-external-launcher-watch",
-                daemon=True,
-            ).start()
-            return
+    parent = os.getppid()
+    if rendezvous.ends_with_parent and parent > 1:
+        name = "samestep-external-launcher-watch"
+        threading.Thread(target=_watch, args=(parent, rendezvous), name=name, daemon=True).start()
 
 
 def _watch(launcher: int, rendezvous: Rendezvous) -> None:
-    _wait_for_process(launcher)
+    while os.getppid() == launcher:
+        time.sleep(_LAUNCHER_POLL_SECONDS)
     if rendezvous.local_rank == 0:
         name = rendezvous.launcher
         report_line(
@@ -393,14 +372,3 @@ def _watch(launcher: int, rendezvous: Rendezvous) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_STOP_SECONDS)
     os._exit(EXIT_FAILED)
-
-
-def _wait_for_process(process: int) -> None:
-    if hasattr(os, "pidfd_open"):
-        with suppress(OSError):  # ended already, or a kernel older than 5.3
-            descriptor = os.pidfd_open(process)
-            select.select([descriptor], [], [])
-            os.close(descriptor)
-            return
-    while psutil.pid_exists(process):
-        time.sleep(_LAUNCHER_POLL_SECONDS)
