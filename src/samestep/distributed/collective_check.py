@@ -40,11 +40,6 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 Line = tuple[str, int]  # file and number
-# Internal folders of the package. A call site above them is more useful to a user.
-_INTERNAL = tuple(
-    f"{_PACKAGE}{name}{os.sep}"
-    for name in ("distributed", "launcher", "reduce", "strategies", "view")
-)
 
 
 class CollectiveCheck:
@@ -97,7 +92,8 @@ class CollectiveCheck:
         hashes = self._rows(torch.tensor([int.from_bytes(digest, "little")]))
         if len(set(hashes.flatten().tolist())) == 1:
             return
-        data = json.dumps([name, call_site()[-_LINE_BYTES:]]).encode()
+        file, line = script_line(sys._getframe())
+        data = json.dumps([name, f"{file}:{line}"[-_LINE_BYTES:]]).encode()
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         texts = [bytes(row.tolist()).rstrip(b"\0") for row in self._rows(own)]
@@ -141,32 +137,6 @@ def _difference(rows: Sequence[tuple[str, str]]) -> RankDesyncError:
         fix=f"look near these lines for code that only {subject} runs or skips, such as "
         "`if world.is_main:`; every rank must call each operation",
     )
-
-
-def call_site() -> str:
-    """Return the innermost caller outside of this package, torch and Python, as `train.py:40`.
-
-    Without such a caller, as in `samestep train`, return the innermost line outside of internal
-    folders.
-    """
-    internal = ""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        file = frame.f_code.co_filename
-        if not _is_library(file):
-            if os.path.isabs(file):
-                file = os.path.relpath(file)
-            return f"{file}:{line}"
-        if not internal and file.startswith(_PACKAGE) and not file.startswith(_INTERNAL):
-            internal = f"samestep/{file.removeprefix(_PACKAGE)}:{line}"
-    return internal or "an unknown place"
-
-
-@functools.cache
-def _is_library(file: str) -> bool:
-    if file.startswith(_STANDARD):
-        # site-packages is inside the standard library's folder.
-        return "-packages" not in file.removeprefix(_STANDARD)
-    return file.startswith((_PACKAGE, _TORCH, "<frozen "))
 
 
 # Files whose functions only pass a collective on, some as modes that observe torch's functions.
