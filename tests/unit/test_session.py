@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy
@@ -28,7 +27,7 @@ from samestep.distributed.status import local_rank_status
 from samestep.distributed.torch_errors import MEMORY_FIX
 from samestep.errors import EXIT_INPUT, InputError, RankDesyncError
 from samestep.launcher.failure import RankError
-from samestep.launcher.process_group import SessionOptions, select_devices
+from samestep.launcher.process_group import SessionOptions, select_device
 from samestep.launcher.process_state import Job, process_state
 from samestep.session import UncaughtErrors, start
 
@@ -230,9 +229,6 @@ class OneGpu:
     def set_device(self, device: torch.device) -> None:
         assert device == torch.device(ACCELERATOR, 0)
 
-    def get_device_properties(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(uuid=f"gpu-{index}")
-
 
 @pytest.mark.parametrize(
     ("sharing", "stages", "refusal"),
@@ -247,17 +243,10 @@ def test_refusals_of_ranks_on_one_gpu(
     second = find_rendezvous(as_torchrun(29500)(1, 2))
     if refusal is not None:
         with pytest.raises(InputError) as raised:
-            select_devices(options, second, sharing)
+            select_device(options, second, sharing)
         assert raised.value.code == refusal
     else:
-        # No GPU must belong to this rank alone.
-        assert select_devices(options, second, sharing) == (torch.device(ACCELERATOR, 0), [])
-
-
-def test_gpus_of_ranks_that_do_not_share_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: OneGpu())
-    first = find_rendezvous(as_torchrun(29500)(0, 2))
-    assert select_devices(SessionOptions(device="cuda"), first, None)[1] == ["gpu-0"]
+        assert select_device(options, second, sharing) == torch.device(ACCELERATOR, 0)
 
 
 def test_other_value_of_the_switch_ends_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep.distributed.env import prepare_shared_nccl
 from samestep.distributed.logging import logger
-from samestep.distributed.status import ranks_text
 from samestep.errors import InputError
 from samestep.units import plural
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 ACCELERATOR = "cuda"  # the kind of device that a rank uses if there is one
 _POSITION = re.compile(r"[0-9]{1,4}")
@@ -324,33 +322,6 @@ def gpu_names() -> list[str]:
     """Return the names of the visible GPUs, in torch's order."""
     module = accelerator_module()
     return [module.get_device_name(number) for number in range(module.device_count())]
-
-
-def gpu_uuids(first: torch.device, count: int) -> list[str]:
-    """Return the UUIDs of `count` GPUs from the first one of a rank."""
-    properties = accelerator_module().get_device_properties
-    return [str(properties(index).uuid) for index in range(first.index, first.index + count)]
-
-
-def require_own_gpus(store: dist.Store, rank: int, size: int, uuids: Sequence[str]) -> None:
-    """Require that no GPU belongs to two ranks, which NCCL does not support. Every rank calls this.
-
-    Raises:
-        InputError: ranks share a GPU; on every rank.
-    """
-    store.set(f"gpus/{rank}", ",".join(uuids))
-    users: dict[str, list[int]] = {}
-    for other in range(size):
-        for uuid in store.get(f"gpus/{other}").decode().split(","):
-            users.setdefault(uuid, []).append(other)
-    for uuid, ranks in users.items():
-        if len(ranks) > 1:
-            raise _device_error(
-                f"{ranks_text(ranks)} use the same GPU, {uuid}",
-                "one GPU per rank",
-                "start one rank per GPU; --share-gpu, or samestep.init(share_gpu=True), lets ranks "
-                "share GPUs",
-            )
 
 
 def share_gpus_by_nccl(rank: int, *, loopback: bool) -> None:

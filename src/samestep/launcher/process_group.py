@@ -18,10 +18,8 @@ from samestep.distributed.devices import (
     ACCELERATOR,
     accelerator_module,
     first_gpu_index,
-    gpu_uuids,
     is_accelerator,
     require_default_device,
-    require_own_gpus,
     share_gpus_by_nccl,
 )
 from samestep.distributed.disk_operations import disk_operations
@@ -130,7 +128,7 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
     rank, size, _ = place_of(rendezvous)
     configure_logging(rank)
     sharing = options.sharing
-    device, own_gpus = select_devices(options, rendezvous, sharing)
+    device = select_device(options, rendezvous, sharing)
     disk_operations.rank_status = rank_status
     device_reads.rank_status = rank_status
     if size > 1 or not options.is_private:
@@ -143,8 +141,6 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
             share_gpus_by_nccl(rank, loopback=is_local)
     with rank_status.operation("samestep.init()"), rank_status.waiting("the rendezvous"):
         store, job, hang_after = _find_ranks(rendezvous, options.timeout)
-        if own_gpus and size > 1:
-            require_own_gpus(store, rank, size, own_gpus)
         limit = timedelta(seconds=hang_after)
         if job is not None:  # the watchdog reports a hang first
             limit += timedelta(seconds=COLLECTIVE_MARGIN_SECONDS)
@@ -200,17 +196,17 @@ def place_of(rendezvous: Rendezvous | None) -> tuple[int, int, int]:
     return (0, 1, 0)
 
 
-def select_devices(
+def select_device(
     options: SessionOptions, rendezvous: Rendezvous | None, sharing: Sharing | None
-) -> tuple[torch.device, list[str]]:
-    """Return the first device of this rank, and UUIDs of GPUs that no other rank may share."""
+) -> torch.device:
+    """Return the first device of this rank."""
     kind = options.device
     strategy = options.strategy or StrategyConfig()
     available = 0
     if kind != "cpu":
         available = accelerator_module().device_count()
     if kind == "cpu" or (kind == "auto" and available == 0):
-        return _CPU, []
+        return _CPU
     _, size, local_rank = place_of(rendezvous)
     per_rank = 1
     if strategy.name == "device_map":
@@ -226,9 +222,7 @@ def select_devices(
     shape = resolve_mesh(strategy, size)
     require_compatible({"sharing": sharing, "pipeline": shape.pipeline})
     accelerator_module().set_device(device)
-    if sharing is None:
-        return device, gpu_uuids(device, per_rank)
-    return device, []
+    return device
 
 
 def set_threads(options: SessionOptions, own: Membership) -> None:

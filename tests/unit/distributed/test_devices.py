@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from samestep.distributed.devices import (
     gpu_range,
     kernel_settings,
     own_devices,
-    require_own_gpus,
     select_devices,
     set_tf32,
     tf32_off,
@@ -93,27 +91,6 @@ def test_rank_sees_its_own_devices_alone() -> None:
     with pytest.raises(InputError) as error:
         own_devices(1, 2, None, 3, share=False)
     assert error.value.code == "E_DEVICES"
-
-
-def own_gpus_error(uuids: list[list[str]]) -> list[str]:
-    """Call `require_own_gpus` as every rank, with one store; return the messages."""
-    store, messages = dist.HashStore(), []
-    for rank, own in enumerate(uuids):
-        store.set(f"gpus/{rank}", ",".join(own))
-    for rank, own in enumerate(uuids):
-        try:
-            require_own_gpus(store, rank, len(uuids), own)
-        except InputError as error:
-            assert error.code == "E_DEVICES"
-            messages.append(error.value)
-    return messages
-
-
-def test_ranks_with_one_gpu_are_refused_by_name() -> None:
-    """Also if each rank sees this GPU alone, as under srun: UUIDs are equal, numbers need not be."""
-    assert own_gpus_error([["GPU-a"], ["GPU-b"], ["GPU-a"]]) == ["ranks 0 and 2 use the same GPU, GPU-a"] * 3
-    assert own_gpus_error([["GPU-a", "GPU-b"], ["GPU-b", "GPU-c"]]) == ["ranks 0 and 1 use the same GPU, GPU-b"] * 2
-    assert own_gpus_error([["GPU-a"], ["GPU-b"], ["MIG-c"]]) == []
 
 
 def sharing_of_ranks() -> list[str | None]:
