@@ -16,7 +16,7 @@ import pytest
 
 from helpers.surroundings import require_bounded
 from helpers.system import IMPORT_PATH, TESTS, Done, Running, events, here, until, weights
-from samestep.distributed.launcher_variables import LAUNCH_VARIABLES
+from samestep.distributed.env import RANK_VARIABLES
 
 PORT = 29400  # no other process uses ports of these namespaces
 RECIPE = TESTS / "helpers/recorded.yaml"
@@ -55,7 +55,7 @@ class Host:
         self, *command: object, cwd: Path, variables: Mapping[str, str] | None = None, clock_offset: int = 0
     ) -> Running:
         """Start a command on this host, without the variables of other launchers."""
-        bare = [f"--unset={name}" for name in (*LAUNCH_VARIABLES, "SAMESTEP_TOKEN", *INTERFACE)]
+        bare = [f"--unset={name}" for name in (*RANK_VARIABLES, "SAMESTEP_TOKEN", *INTERFACE)]
         # The sockets of one host must not be in a folder of another.
         own = {"TMPDIR": "/var/tmp", "PYTHONPATH": IMPORT_PATH, "OMP_NUM_THREADS": "1"}
         own |= variables or {}

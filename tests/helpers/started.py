@@ -14,7 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from helpers.system import COMMAND, IMPORT_PATH, Done
-from samestep.distributed.launcher_variables import LAUNCH_VARIABLES
+from samestep.distributed.env import RANK_VARIABLES
 
 Variables = Callable[[int, int], Mapping[str, str]]
 
@@ -95,7 +95,7 @@ def ranks(
     bare = {
         name: value
         for name, value in os.environ.items()
-        if name not in LAUNCH_VARIABLES and name != "GLOO_SOCKET_IFNAME"
+        if name not in (*RANK_VARIABLES, "GLOO_SOCKET_IFNAME") and not name.startswith("SLURM_")
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"ranks-{uuid4().hex}")))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.distributed.launcher_variables import LAUNCH_VARIABLES, Rendezvous, find_rendezvous
+from samestep.distributed.launcher_variables import Rendezvous, find_rendezvous
 from samestep.errors import InputError
 
 _TOKEN = "SAMESTEP_TOKEN"
@@ -38,7 +38,7 @@ HASH_SEED = "PYTHONHASHSEED"  # of the hashes of text, which decide the order of
 _SAFE_PATH = "PYTHONSAFEPATH"
 _OWN_SAFE_PATH = "samestep"
 # By which libraries and scripts take their process for one of several ranks.
-_RANK_VARIABLES = (
+RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -204,7 +204,7 @@ def library_caches(temporary: str) -> list[str]:
 
 def relevant_variables() -> dict[str, str]:
     """Return all set variables that change the behaviour of torch, its libraries or launchers."""
-    names = (name for name in os.environ if name.startswith(_PREFIXES) or name in LAUNCH_VARIABLES)
+    names = (name for name in os.environ if name.startswith(_PREFIXES) or name in RANK_VARIABLES)
     return {name: os.environ[name] for name in sorted(names)}
 
 
@@ -260,7 +260,7 @@ def silence_torch_warnings() -> None:
 
 def hide_ranks() -> None:
     """Remove the launcher's variables: libraries and scripts take this process for the only one."""
-    for name in _RANK_VARIABLES:
+    for name in RANK_VARIABLES:
         os.environ.pop(name, None)
 
 

@@ -22,15 +22,6 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Set by torchrun alone.
 _AGENT = "TORCHELASTIC_RUN_ID"
 _MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
-# All variables that this module reads, in the order of precedence.
-LAUNCH_VARIABLES = (
-    *(*_TORCHRUN, "LOCAL_WORLD_SIZE", _AGENT, "TORCHELASTIC_USE_AGENT_STORE"),
-    *("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
-    *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
-    _MPI_SIZE,
-)
-
 # Default ports of Slurm steps: below the ephemeral port range.
 FIRST_PORT = 15000
 PORTS = 10000

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from samestep.distributed.env import (
+    RANK_VARIABLES,
     environment_copy,
     prepare_shared_nccl,
     prepare_torch_environment,
@@ -13,7 +14,6 @@ from samestep.distributed.env import (
     relevant_variables,
     sharing_variables,
 )
-from samestep.distributed.launcher_variables import LAUNCH_VARIABLES
 from samestep.errors import EXIT_INPUT, InputError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -30,7 +30,7 @@ NCCL = (
 @pytest.fixture(autouse=True)
 def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset all variables in question, and restore them afterwards."""
-    for name in (*LAUNCH_VARIABLES, *TORCH, *NCCL, "SAMESTEP_TOKEN", "SAMESTEP_SHARE_GPU", "CUDA_VISIBLE_DEVICES"):
+    for name in (*RANK_VARIABLES, *TORCH, *NCCL, "SAMESTEP_TOKEN", "SAMESTEP_SHARE_GPU", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
