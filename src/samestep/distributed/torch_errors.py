@@ -72,6 +72,11 @@ _RESOURCE_FIXES = (
         "--pids-limit)",
     ),
     (
+        "invalid device ordinal",
+        "cuda:0 is the device of each process; --devices-per-process of samestep run gives each "
+        "several",
+    ),
+    (
         "Too many open files|received 0 items of ancdata",
         "ulimit -n 65536, or LimitNOFILE= of the service",
     ),

@@ -42,7 +42,6 @@ from samestep.launcher.worker import exit_process
 from samestep.script.replaced import replaced
 
 _REPORT_BYTES = 4096  # of a child process
-_INVALID_DEVICE = 101  # cudaErrorInvalidDevice, CUDA Runtime API
 _REPORT_SECONDS = 3.0  # of a wait for a thread
 _Kind = TypeVar("_Kind")
 _FILE: Any = io.IOBase.__base__  # a check of many classes against the abstract class takes long
@@ -104,7 +103,6 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
         stack.enter_context(replaced(nn.SyncBatchNorm, convert_sync_batchnorm=convert))
         if has_own_device:
             stack.enter_context(visible_devices_kept(_report_visible_devices))
-            stack.enter_context(_own_devices_alone())
         stack.enter_context(plain_start_method())
         stack.enter_context(_children_without_training())
         yield
@@ -143,27 +141,6 @@ def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.
 def _report_visible_devices(value: str | None) -> None:
     text = "%s: CUDA_VISIBLE_DEVICES stays as it is (not %s): each rank has a device"
     logger.info(text, _line_of_script(), value)
-
-
-@contextmanager
-def _own_devices_alone() -> Iterator[None]:
-    """Name the option with which a process has several devices, if the script uses a second one.
-
-    Raises:
-        InputError: it does.
-    """
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        if getattr(error, "error_code", None) != _INVALID_DEVICE:
-            raise
-        raise InputError(
-            f"the script uses a device that its process does not have: {error}",
-            expected="a script for one device, cuda:0: the other devices belong to other processes",
-            fix="--devices-per-process with the number of devices on which the script places parts "
-            "of its model",
-            code="E_DEVICES",
-        ) from error
 
 
 # --- children ---

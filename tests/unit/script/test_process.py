@@ -119,15 +119,6 @@ def _line_after(text: str) -> int:
         return next(number for number, line in enumerate(file, 1) if line.strip().startswith(text)) + 1
 
 
-@pytest.mark.parametrize(("code", "kind"), [(101, InputError), (2, torch.AcceleratorError)])
-def test_device_that_is_not_there_is_refused(code: int, kind: type[Exception]) -> None:
-    error = torch.AcceleratorError("invalid device ordinal")
-    vars(error)["error_code"] = code
-    with pytest.raises(kind) as raised, refusals(has_own_device=True):
-        raise error
-    assert getattr(raised.value, "code", "E_DEVICES") == "E_DEVICES"
-
-
 def test_batch_norm_is_not_converted(unchanged: None, caplog: pytest.LogCaptureFixture) -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     with caplog.at_level(logging.INFO, logger="samestep"):
