@@ -430,11 +430,6 @@ def test_summary_explains_what_was_divided_with_lines(tmp_path: Path) -> None:
     ]
     assert lines[9:] == [
         "  backwards before a step: 2 (3 steps)",
-        "lines of the script that run in another way on several processes:",
-        "  script.py:13 DataLoader of TensorDataset: each process reads its own samples",
-        "  script.py:6 torch.manual_seed(0)",
-        "  script.py:10: DataParallel is the module itself: Samestep divides its calls",
-        "  files that rank 0 alone has written: 1",
     ]
 
 

@@ -47,13 +47,9 @@ class FileView:
         folder: folder of the launch, without links.
         status: status of this rank.
         keep_bytes: content of larger written files is not kept.
-
-    Attributes:
-        files: number of files that were written and closed.
     """
 
     def __init__(self, rank: int, folder: str, status: RankStatus, keep_bytes: int) -> None:
-        self.files = 0
         self._root = f"{folder}/rank-{rank}"
         REAL.mkdir(self._root)
         self._first = Journal(f"{folder}/journal")

@@ -53,8 +53,7 @@ def one_writer(
         keep_bytes: other ranks read larger files that they have written from rank 0.
 
     Yields:
-        Number of written files, and `exchange()` for the beginning of each exchange with other
-            ranks.
+        `exchange()` for the beginning of each exchange with other ranks.
     """
     place = os.path.realpath(folder)
     writer: FirstWriter | Overlay
@@ -87,13 +86,9 @@ class FirstWriter:
     Rank 0 waits for no other rank. A large file that it changes or removes stays open, so that its
     content can be read through `/proc`, until the other ranks have passed the point at which it was
     changed.
-
-    Attributes:
-        files: number of files that were written and closed.
     """
 
     def __init__(self, folder: str, keep_bytes: int) -> None:
-        self.files = 0
         self._folder = folder
         self._keep_bytes = keep_bytes
         self._copied_bytes = 0
@@ -257,9 +252,8 @@ class FirstWriter:
         self._copied_bytes += state.st_size * is_copied
         return copy, not is_copied
 
-    def _closed(self, name: str, *, is_counted: bool = True) -> None:
-        self.files += 1
-        if not is_counted or not self._is_active:
+    def _closed(self, name: str) -> None:
+        if not self._is_active:
             return
         with suppress(FileNotFoundError):
             if REAL.stat(name).st_size > self._keep_bytes:
@@ -302,10 +296,9 @@ class FirstWriter:
         name = ""
         if how[0] not in READING:
             name = self._change(file, truncates="w" in how[0])
-        if not name:
+        if not name or not begins_again(how[0]):
             return REAL.open(file, *how)
-        is_counted = begins_again(how[0])
-        return noted_file(file, file, how, lambda: self._closed(name, is_counted=is_counted))
+        return noted_file(file, file, how, lambda: self._closed(name))
 
     def descriptor(self, path: Any, flags: int, *arguments: Any, **options: Any) -> int:
         if flags & WRITING and flags & UNNAMED != UNNAMED:

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from samestep.script.file_journal import (
@@ -151,19 +152,16 @@ class Overlay(FileView):
             self._set(place, target, is_dropped=is_lost)
         return target
 
-    def _written(self, target: str, *, is_complete: bool) -> None:
-        """Count a private file that was closed, and drop its content if it is large.
+    def _written(self, target: str) -> None:
+        """Drop the content of a private file that was closed, if it is large.
 
-        Args:
-            target: private file.
-            is_complete: it was written from its beginning, and is not mapped into memory.
+        The file was written from its beginning, and is not mapped into memory.
         """
         path = target.removeprefix(self._root)
-        token = self._closed(path) if is_complete else None
+        token = self._closed(path)
         with suppress(FileNotFoundError):  # removed or renamed before it was closed
             size = REAL.stat(target).st_size
-            self.files += 1
-            if token is None or size <= self._keep_bytes or not self._is_active:
+            if size <= self._keep_bytes or not self._is_active:
                 return
             # The size remains, without blocks: each rank would otherwise need the space of the
             # checkpoints of rank 0.
@@ -194,8 +192,10 @@ class Overlay(FileView):
         )
         if not target:
             return REAL.open(file, *how)
-        is_complete = begins_again(mode)
-        return noted_file(file, target, how, lambda: self._written(target, is_complete=is_complete))
+        on_close = None
+        if begins_again(mode):
+            on_close = partial(self._written, target)
+        return noted_file(file, target, how, on_close)
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777) -> int:
         if not flags & WRITING or flags & UNNAMED == UNNAMED:
@@ -244,7 +244,7 @@ class Overlay(FileView):
                 return real(*arguments, **options)
             positional, named = put(target)
             result = real(*positional, **named)
-            self._written(target, is_complete=True)
+            self._written(target)
             return result
 
         return call

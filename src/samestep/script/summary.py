@@ -6,9 +6,7 @@ of the host.
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,14 +22,12 @@ from torch.optim.optimizer import (
 
 from samestep.data.own_rows import OwnRows
 from samestep.distributed.collective_check import Line
-from samestep.distributed.logging import logger
 from samestep.distributed.standard_streams import report_line
 from samestep.view.view import ModuleSummary
 
 _CLASSES = 3  # with a line of their own
 _REASONS = 3  # in a line
 _MANY_SHORT = 0.1  # of the calls with gradients, from which on advice is given
-_WITH_LINE = re.compile(r"[^\s:]+:\d+[: ]")  # messages about a line of the script
 
 
 @dataclass
@@ -191,8 +187,6 @@ class Summary:
         size: number of ranks.
         has_host_times: calls are computed on an accelerator, so times are those of the host.
         explains: whether the lines have details.
-        seeds: line and value of the last seed of each function that seeds a global generator.
-        writer: has the number of written files as `files`.
         records: times and lines of the calls.
     """
 
@@ -200,28 +194,8 @@ class Summary:
     size: int = 1
     has_host_times: bool = False
     explains: bool = False
-    seeds: Mapping[str, tuple[Line, str]] = field(default_factory=dict)
-    writer: Any = None
     records: Records = field(default_factory=Records, init=False)
-    _messages: dict[str, None] = field(default_factory=dict, init=False)
     _start: str = field(default_factory=os.getcwd, init=False)
-
-    @contextmanager
-    def messages(self) -> Iterator[None]:
-        """Collect messages about lines of the script, inside the block."""
-
-        def note(record: logging.LogRecord) -> None:
-            text = record.getMessage()
-            if _WITH_LINE.match(text):
-                self._messages[text] = None
-
-        handler = logging.Handler()
-        handler.emit = note  # type: ignore[method-assign]
-        logger.addHandler(handler)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
 
     @property
     def speed_up(self) -> float | None:
@@ -294,7 +268,7 @@ class Summary:
             )
 
     def explanation(self) -> Iterator[str]:
-        """Yield lines about each kind of calls, and each line of the script that runs otherwise."""
+        """Yield lines about each kind of calls."""
         if self.records.calls:
             yield "calls, by line of the script:"
         for record in sorted(self.records.calls.values(), key=lambda one: -one.seconds):
@@ -306,19 +280,6 @@ class Summary:
             )
         for backwards, steps in self.records.accumulation.most_common(1):
             yield f"  backwards before a step: {backwards} ({steps:,} steps)"
-        treated = [
-            f"{self._place(one.line)} DataLoader of {one.dataset}: {one.how}"
-            for one in self.readings.values()
-            if one.how
-        ]
-        for name, (line, value) in self.seeds.items():
-            treated.append(f"{self._place(line)} {name}({value})")
-        treated += self._messages
-        if self.writer is not None and self.writer.files:
-            treated.append(f"files that rank 0 alone has written: {self.writer.files:,}")
-        if treated:
-            yield "lines of the script that run in another way on several processes:"
-        yield from (f"  {line}" for line in dict.fromkeys(treated))
 
     def _place(self, line: Line) -> str:
         file, number = line

@@ -192,9 +192,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
         stack.enter_context(own_rows_of_loaders(partial(_readers, view))),
         size,
         has_host_times=is_accelerator(view.device),
-        seeds=view.in_step.seeds,
     )
-    stack.enter_context(summary.messages())
     microbatches = _MICROBATCHES[reduction]
     call_options = CallOptions(reduction=reduction, microbatches=microbatches)
     owner = partial(owner_of, options=call_options)
@@ -208,7 +206,6 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     writer = stack.enter_context(one_writer(rank, size, folder, worker.rank_status))
     programs = FirstRankPrograms(rank, folder, worker.rank_status, writer.has_passed)
     stack.enter_context(programs.installed())
-    summary.writer = writer
     view.before_word = partial(_begin, view, writer, worker)
     for end in (files_closed, exit_functions_called, threads_joined):
         stack.enter_context(end())

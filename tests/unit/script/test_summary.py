@@ -1,6 +1,5 @@
 """Summary of an unchanged script: calls by class, times, data, and advice on batch sizes."""
 
-import logging
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 
 from samestep.data.own_rows import OwnRows
 from samestep.data.sample_reader import Decision
-from samestep.distributed.logging import logger
 from samestep.script import summary as summary_module
 from samestep.script.summary import Reading, Records, Summary, advice
 from samestep.view.view import ModuleSummary
@@ -197,23 +195,11 @@ def test_data_that_are_read_alike_have_one_line() -> None:
     ]
 
 
-def test_explanation_names_lines_of_the_script(script: Script, caplog: pytest.LogCaptureFixture) -> None:
+def test_explanation_names_lines_of_the_script(script: Script) -> None:
     module = ModuleSummary("Net")
     for _ in range(2):
         script.call(module, "divided", 0.25)
-    summary = script.summary(seeds={"torch.manual_seed": (("train.py", 7), "0")}, writer=SimpleNamespace(files=3))
-    summary.readings = {0: reading("Photos", Decision("own", False), 1, 2)}
-    caplog.set_level(logging.INFO, logger.name)
-    with summary.messages():
-        logger.info("%s:%d starts the program 'git', on every process", "train.py", 9)
-        logger.info("Net: calls divided between 2 processes")
-    logger.info("train.py:10: after the block")
-    assert list(summary.explanation()) == [
+    assert list(script.summary().explanation()) == [
         "calls, by line of the script:",
         "  train.py:31 Net: 2 divided, 0.25 s, largest batch 32",
-        "lines of the script that run in another way on several processes:",
-        "  train.py:40 DataLoader of Photos: each process reads its own samples",
-        "  train.py:7 torch.manual_seed(0)",
-        "  train.py:9 starts the program 'git', on every process",
-        "  files that rank 0 alone has written: 3",
     ]
