@@ -114,10 +114,7 @@ class CheckpointManager(LoopCheckpoints):
             store.hold(HeldFolder(store.path))
         process_state.source_files.note_imports()
         # No reference to this object: its lock ends with it.
-        status = world.session.status
-        super().__init__(
-            store, loops, loaders, objects, rule, lambda saved: status.checkpoint_saved()
-        )
+        super().__init__(store, loops, loaders, objects, rule, lambda _: None)
         self._settings = {
             name: settings_of(
                 training.optimizer, {"scheduler": training.scheduler, **training.named_objects}

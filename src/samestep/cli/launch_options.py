@@ -241,25 +241,14 @@ class FaultOptions(LaunchOptions):
         restarts = RestartPolicy(self.max_restarts, *process_range)
         start_step = first_step
         while True:
-            config = LaunchConfig(
-                self.hang_after, self.grace, stop_at_checkpoint=restarts.is_short, log_dir=log_dir
-            )
+            config = LaunchConfig(self.hang_after, self.grace, log_dir=log_dir)
             try:
-                result = attempt(restarts.processes, config)
+                return attempt(restarts.processes, config)
             except RankError as error:
                 # A failure without progress since the last start would repeat itself.
                 message = restarts.restart(error, start_step + error.steps)
                 if message is None:
                     raise
-            else:
-                is_stopped = result.is_stopped
-                if isinstance(result.value, dict):
-                    is_stopped = bool(result.value.get("stopped"))
-                # Fewer ranks than at first stop at a checkpoint to try the initial number again.
-                has_room = config.stop_at_checkpoint and is_stopped
-                if result.stop_signal is not None or not has_room:
-                    return result
-                message = restarts.grow()
             if newest_step is not None:
                 start_step = newest_step()
                 message = f"{message}; resuming after step {start_step}"

@@ -24,7 +24,7 @@ from typing import Any
 # consistent read.
 _VERSION = struct.Struct("<Q")
 # The fields of StatusSnapshot in order, then the length of the text.
-_NUMBERS = struct.Struct("<QdQq????H")
+_NUMBERS = struct.Struct("<QdQ????H")
 _TEXT_BYTES = 160
 _SLOT_BYTES = 256
 # Precedes a disk operation in an activity.
@@ -39,7 +39,6 @@ class StatusSnapshot:
     operations: int = 0  # operations of all ranks that the rank has begun; equal on healthy ranks
     last_change: float = 0.0  # monotonic clock of the machine in seconds, at the last change
     steps: int = 0  # steps of optimizers since the start of the process
-    checkpoints: int = 0  # written by this rank
     is_waiting: bool = False  # for other ranks
     is_finished: bool = False  # the rank has left `samestep.init()`
     is_script: bool = False  # the rank runs a script, not a function
@@ -147,10 +146,6 @@ class RankStatus:
         """Record the disk operation in progress, such as `fsync of PATH`; empty without one."""
         self._disk_operation = text
         self._update()
-
-    def checkpoint_saved(self) -> None:
-        """Count a written checkpoint."""
-        self._update(checkpoints=self._values["checkpoints"] + 1)
 
     def begin_script(self) -> None:
         """Record that this rank runs a script."""

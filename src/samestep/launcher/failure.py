@@ -227,17 +227,14 @@ def first_cause(failures: list[Failure]) -> Failure:
 class RankError(SamestepError):
     """A rank failed; `str()` is the report of that rank.
 
-    `failure` is the first cause. `steps` and `checkpoints` are the numbers since the start of the
-    ranks. `is_stopping`: a signal had requested the end of the run before.
+    `failure` is the first cause. `steps` is the number since the start of the ranks. `is_stopping`:
+    a signal had requested the end of the run before.
     """
 
-    def __init__(
-        self, failure: Failure, steps: int = 0, checkpoints: int = 0, *, is_stopping: bool = False
-    ) -> None:
+    def __init__(self, failure: Failure, steps: int = 0, *, is_stopping: bool = False) -> None:
         super().__init__(failure.text.removeprefix("error: "), code=failure.code)
         self.failure = failure
         self.steps = steps
-        self.checkpoints = checkpoints
         self.is_stopping = is_stopping
         self.exit_code = failure.exit_code
 
@@ -246,10 +243,10 @@ class RankError(SamestepError):
         if not text or self.exit_code != EXIT_FAILED:
             return self
         report = f"{self.failure.text}\n  then: {text}"
-        return RankError(replace(self.failure, text=report), self.steps, self.checkpoints)
+        return RankError(replace(self.failure, text=report), self.steps)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RankError, (self.failure, self.steps, self.checkpoints)
+        return RankError, (self.failure, self.steps)
 
     def __str__(self) -> str:
         return self.value  # a complete report, with the code of the failure

@@ -26,14 +26,8 @@ class RestartPolicy:
         self._limit = limit
         self._done = 0
         self._minimum = minimum
-        self._maximum = maximum
         self.processes = maximum
         self._last: tuple[str | None, int] | None = None
-
-    @property
-    def is_short(self) -> bool:
-        """Whether there are fewer ranks than initially; all return at the next checkpoint."""
-        return self.processes < self._maximum
 
     def restart(self, error: RankError, step: int) -> str | None:
         """Record a restart and return a message; None if the run must not be restarted.
@@ -59,8 +53,3 @@ class RestartPolicy:
             f"restart {self._done} of {self._limit}, on {plural(self.processes, 'process')}: "
             f"{failure.title}"
         )
-
-    def grow(self) -> str:
-        """Return to the initial number of ranks; return a message for the user."""
-        self.processes = self._maximum
-        return f"checkpoint written: continuing on {plural(self.processes, 'process')}"

@@ -56,7 +56,6 @@ class LaunchConfig:
 
     hang_after: float  # seconds without progress of any rank after which the run is ended
     grace: float | None = None  # seconds that ranks have to end after a request; None: no limit
-    stop_at_checkpoint: bool = False  # request the end of the run after the next checkpoint
     log_dir: Path | None = None  # for output of ranks other than 0, and consequences of a failure
     has_own_hash_seeds: bool = False  # each rank is a new interpreter with its own order of sets
 
@@ -101,7 +100,6 @@ class WorkerGroup:
         self._workers: list[_Worker] = []
         self._server = 0  # process id of the fork server
         self._watchdog = Watchdog(config.hang_after)
-        self._is_stopping = False  # the ranks have been requested to end
         self._stop_requests = 0  # number of signals that request the end of the run
         self.stop_signal: int | None = None  # the first of them
         self._deadline = float("inf")  # time at which running workers are killed
@@ -123,7 +121,7 @@ class WorkerGroup:
             send.close()
         self._workers.append(_Worker(worker_spec.rank, process, receive, worker_spec.stacks))
         self._server = worker_spec.server
-        if self._is_stopping:
+        if self._stop_requests:
             self._forward_stop()
 
     def signals(self) -> AbstractContextManager[None]:
@@ -146,7 +144,6 @@ class WorkerGroup:
             report_line("\nstopping; press Ctrl-C again to stop at once")
 
     def _forward_stop(self) -> None:
-        self._is_stopping = True
         for worker in self._workers:
             if worker.is_running and isinstance(worker.result, RankResult):
                 # The function has returned: threads of the user keep the process alive.
@@ -265,7 +262,7 @@ class WorkerGroup:
         steps = max(status.steps for status in statuses)
         report = cause.reported(log_dir)
         is_stopping = self._stop_requests > 0
-        raise RankError(report, steps, statuses[0].checkpoints, is_stopping=is_stopping)
+        raise RankError(report, steps, is_stopping=is_stopping)
 
     def _collect_results(self) -> None:
         for worker in self._workers:
@@ -294,9 +291,6 @@ class WorkerGroup:
 
     def _check_progress(self) -> None:
         states = {worker.rank: self._state(worker) for worker in self._workers}
-        has_checkpoint = states[0].status.checkpoints > 0
-        if self._config.stop_at_checkpoint and has_checkpoint and not self._is_stopping:
-            self._forward_stop()
         if seconds := self._watchdog.hang_seconds(states):
             stacks = {
                 worker.rank: worker.stacks.request(pid)

@@ -267,7 +267,6 @@ class RecipeCheckpoints(LoopCheckpoints):
             raise
 
     def _log_saved(self, saved: SavedCheckpoint) -> None:
-        self._world.session.status.checkpoint_saved()
         if self._interval.end_save(saved.seconds):
             text = f"a save takes {saved.seconds:.1f} s: more than --max-lost-work allows"
             self._logger.log_event("note", text=text)

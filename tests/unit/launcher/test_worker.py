@@ -15,7 +15,6 @@ import torch
 
 import samestep
 from samestep.launcher.failure import RankError
-from samestep.launcher.launch import LaunchConfig, run_workers
 from samestep.reduce.exact import communicate
 from samestep.session import start
 
@@ -156,22 +155,3 @@ def test_slow_report_of_the_cause_is_awaited() -> None:
     with pytest.raises(RankError) as caught:
         samestep.launch(report_slowly, processes=2)
     assert (caught.value.code, caught.value.failure.rank) == ("E_RANK_FAILED", 1)
-
-
-def killed_at_the_end() -> None:
-    """Rank 1 is killed after the request to end at a checkpoint."""
-    with start(device="cpu") as world:
-        world.session.status.checkpoint_saved()
-        while not world.stop_requested:
-            time.sleep(0.01)
-        if world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        world.barrier()
-
-
-def test_kill_after_the_launcher_has_requested_the_end_is_a_failure() -> None:
-    config = LaunchConfig(60.0, stop_at_checkpoint=True)
-    with pytest.raises(RankError) as caught:
-        run_workers(killed_at_the_end, processes=2, launch_config=config)
-    assert (caught.value.code, caught.value.failure.rank) == ("E_RANK_KILLED", 1)
-    assert not caught.value.is_stopping
