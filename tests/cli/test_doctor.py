@@ -69,7 +69,7 @@ FAULTS = {
     "many threads": Fault(
         "OMP_NUM_THREADS", "1000", "export OMP_NUM_THREADS=1", {"OMP_NUM_THREADS": "1000"}, verdict="warn"
     ),
-    "incomplete launcher variables": Fault("launcher", "RANK is set but WORLD_SIZE", "unset RANK", {"RANK": "0"}),
+    "incomplete launcher variables": Fault("launcher", "RANK set, but not WORLD_SIZE", "unset RANK", {"RANK": "0"}),
     "more ranks than processors": Fault(
         "processors",
         "for 4 ranks",

@@ -185,7 +185,7 @@ def test_variables_in_part_are_refused(tmp_path: Path) -> None:
     with ranks(lambda r, s: {"RANK": "0", "WORLD_SIZE": "2"}, 1, "train", "digits", cwd=tmp_path) as started:
         (ended,) = started.wait()
     assert ended.code == 2
-    assert "RANK and WORLD_SIZE are set but LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not" in ended.err
+    assert "RANK, WORLD_SIZE set, but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in ended.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -74,7 +74,7 @@ def find_rendezvous(variables: Variables) -> Rendezvous | None:
     if rendezvous is None and _MPI_SIZE in variables and _number(variables, _MPI_SIZE, 1) > 1:
         raise _variables_error(
             f"{_MPI_SIZE} is set, and torchrun's variables are not",
-            expected=f"{_listed(_TORCHRUN)} in each rank of mpirun",
+            expected=f"{', '.join(_TORCHRUN)} in each rank of mpirun",
             fix="set them from those of Open MPI: docs/guides/launching.md",
         )
     return rendezvous or _slurm(variables)
@@ -87,10 +87,10 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
     missing = [name for name in _TORCHRUN if name not in variables]
     if missing:
         raise _variables_error(
-            f"{_listed(present)} {_are(present)} set but {_listed(missing)} {_are(missing)} not",
-            expected=f"all of {_listed(_TORCHRUN)}, which torchrun sets for each rank",
-            fix=f"set {_listed(missing)} (LOCAL_RANK is 0 with one rank per machine), or unset "
-            f"{_listed(present)} if this process is not a rank",
+            f"{', '.join(present)} set, but not {', '.join(missing)}",
+            expected=f"all of {', '.join(_TORCHRUN)}, which torchrun sets for each rank",
+            fix="set the missing ones (LOCAL_RANK is 0 with one rank per machine), or unset "
+            f"{', '.join(present)} if this process is not a rank",
         )
     rendezvous = _rendezvous(variables, "torchrun", (*_TORCHRUN[:3], "LOCAL_WORLD_SIZE"))
     return replace(
@@ -212,20 +212,7 @@ def _require(variables: Variables, names: Sequence[str], reason: str) -> None:
     missing = [name for name in names if name not in variables]
     if missing:
         raise _variables_error(
-            f"{_listed(missing)} {_are(missing)} not set",
-            expected=f"{_listed(names)}: {reason}",
-            fix=f"set {_listed(missing)}, or start ranks with samestep train --processes N",
+            f"{', '.join(missing)} not set",
+            expected=f"{', '.join(names)}: {reason}",
+            fix="set them, or start ranks with samestep train --processes N",
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    *first, last = names
-    if first:
-        return f"{', '.join(first)} and {last}"
-    return last
-
-
-def _are(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return "is"
-    return "are"

@@ -75,7 +75,7 @@ def test_loopback_address_means_one_machine() -> None:
 @pytest.mark.parametrize(
     ("variables", "missing"),
     [
-        *((without(TORCHRUN, name), f"{name} is not") for name in TORCHRUN),
+        *((without(TORCHRUN, name), f"but not {name}") for name in TORCHRUN),
         (without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "MASTER_ADDR"),
         (OPEN_MPI, "OMPI_COMM_WORLD_SIZE is set, and torchrun's variables are not"),
         ({**SLURM, **OPEN_MPI}, "OMPI_COMM_WORLD_SIZE is set"),
