@@ -49,6 +49,7 @@ class StopRequest:
         self.number: int | None = None  # the first signal received
         self.is_made = False  # by the code of this rank
         self._terminals: list[int] = []
+        self._process = os.getpid()
 
     def __call__(self) -> bool:
         return self.is_made or self.number is not None
@@ -61,6 +62,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return
         self._terminals = open_terminals()
+        self._process = os.getpid()
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._handle)
@@ -68,9 +70,14 @@ class StopRequest:
     def handling(self, numbers: Iterable[int]) -> AbstractContextManager[None]:
         """Take signals inside a block as requests; a second SIGINT interrupts at once."""
         self._terminals = open_terminals()
+        self._process = os.getpid()
         return handled_signals(numbers, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._process != os.getpid():  # a fork has no loop to end, and others wait for its end
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         self.number = self.number or number
         if number == signal.SIGHUP:
             redirect_to_null(self._terminals)

@@ -1,0 +1,21 @@
+"""Requests to stop."""
+
+import os
+import signal
+import time
+
+from samestep.distributed.signals import StopRequest
+
+
+def test_signal_is_a_request_in_the_process_alone_and_ends_its_forks() -> None:
+    stop = StopRequest()
+    with stop.handling([signal.SIGTERM]):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
