@@ -8,6 +8,7 @@ and its files stay the script's own.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -56,6 +57,7 @@ class OutermostCalls:
         # Attribute of the module in a call, and its own one before.
         self._forward: tuple[Any, Any] = (None, None)
         self._thread = threading.get_ident()
+        self._process = os.getpid()
         self._is_inside = False
 
     @contextmanager
@@ -90,7 +92,8 @@ class OutermostCalls:
             yield
 
     def _is_outermost(self, module: nn.Module) -> bool:
-        if self._thread != threading.get_ident():
+        # A process that the script has forked has no other ranks.
+        if self._thread != threading.get_ident() or self._process != os.getpid():
             return False
         if id(module) in self._owners:
             return True

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from multiprocessing.sharedctypes import RawArray
@@ -68,6 +69,14 @@ def value(result: Any) -> float:
 
 
 ONES = torch.ones(1, 1)
+
+
+def test_forked_process_calls_modules_as_plain_python(calls: Calls) -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(value(one()(ONES)) != 2.0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert value(one()(ONES)) == 102.0
 
 
 def test_only_outermost_calls_have_an_owner(calls: Calls) -> None:
