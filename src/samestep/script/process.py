@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import gc
 import io
-import mmap
 import multiprocessing
 import os
 import sys
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 import samestep.global_view
@@ -41,7 +39,6 @@ from samestep.errors import EXIT_DONE, EXIT_FAILED, InputError
 from samestep.launcher.worker import exit_process
 from samestep.script.replaced import replaced
 
-_REPORT_BYTES = 4096  # of a child process
 _REPORT_SECONDS = 3.0  # of a wait for a thread
 _Kind = TypeVar("_Kind")
 _FILE: Any = io.IOBase.__base__  # a check of many classes against the abstract class takes long
@@ -104,7 +101,7 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
         if has_own_device:
             stack.enter_context(visible_devices_kept(_report_visible_devices))
         stack.enter_context(plain_start_method())
-        stack.enter_context(_children_without_training())
+        stack.enter_context(children_ended())
         yield
 
 
@@ -161,57 +158,6 @@ def plain_start_method() -> Iterator[None]:
 
 
 @contextmanager
-def _children_without_training() -> Iterator[None]:
-    """End the script if a forked child trains.
-
-    Its backward or step raises, and so does this process when the child has ended.
-
-    Raises:
-        InputError: at the end of the block, if the script has not waited for the child.
-    """
-    fork = os.fork
-    waitpid = os.waitpid
-    report = mmap.mmap(-1, _REPORT_BYTES)  # shared with children
-
-    def forked() -> int:
-        process = fork()
-        if process == 0:
-            torch.autograd.backward = refuse
-            register_optimizer_step_pre_hook(refuse)
-        return process
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        line = _line_of_script().encode()[: _REPORT_BYTES - 1]
-        report[: len(line)] = line
-        raise error(line)
-
-    def error(line: bytes) -> InputError:
-        return InputError(
-            f"{line.decode()}: a child process trains in an unchanged script",
-            expected="training in the process of the script; children may read and prepare data",
-            fix="samestep run --processes 1, or --own-group for a script that distributes its work",
-            code="E_LAUNCH",
-        )
-
-    def require_no_training() -> None:
-        line = report[:].rstrip(b"\0")
-        if line:
-            raise error(line)
-
-    def waited(process: int, options: int) -> tuple[int, int]:
-        result = waitpid(process, options)
-        # A pool must be able to end: it polls, also in a thread and while an exception propagates.
-        is_main = threading.current_thread() is threading.main_thread()
-        if options == 0 and is_main and sys.exc_info()[0] is None:
-            require_no_training()
-        return result
-
-    with report, replaced(os, fork=forked, waitpid=waited), children_ended():
-        yield
-        require_no_training()
-
-
-@contextmanager
 def children_ended() -> Iterator[None]:
     """End forked children at the end of the block: they must not take part in the rank's end.
 
@@ -225,8 +171,7 @@ def children_ended() -> Iterator[None]:
             error = sys.exc_info()[1]
             code = error.code if isinstance(error, SystemExit) else error
             if code is not None and not isinstance(code, int):
-                if not isinstance(error, InputError):  # the parent reports that the child trains
-                    traceback.print_exception(error)
+                traceback.print_exception(error)
                 code = EXIT_FAILED
             exit_process(code or EXIT_DONE)
 

@@ -15,7 +15,7 @@ if child == 0:
     optimizer = sgd(model)
     for x, y in batches_of(dataset):
         loss = F.cross_entropy(model(x), y)
-        loss.backward()  # named
+        loss.backward()
         optimizer.step()
     torch.save(model.state_dict(), "child.pt")
     os._exit(0)

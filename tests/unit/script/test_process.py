@@ -1,7 +1,6 @@
 """Refused operations and children of a script, and its end as in plain Python."""
 
 import atexit
-import contextlib
 import gzip
 import io
 import logging
@@ -81,7 +80,7 @@ def test_refused_functions_are_restored() -> None:
     spawn = sys.modules["torch.multiprocessing.spawn"]
     wrappers = (nn.DataParallel, nn.SyncBatchNorm, DistributedDataParallel)
     homes = (samestep.session, samestep.global_view, samestep.loading)
-    owners = (dist, dist.distributed_c10d, torch.multiprocessing, spawn, *homes, *wrappers, os, type(os.environ))
+    owners = (dist, dist.distributed_c10d, torch.multiprocessing, spawn, *homes, *wrappers, type(os.environ))
     before = [dict(vars(owner)) for owner in owners]
     method = multiprocessing.get_start_method(allow_none=True)
     with refusals(has_own_device=True):
@@ -154,12 +153,6 @@ def train() -> float:
     return 1.0
 
 
-def step() -> None:
-    model = nn.Linear(1, 1)
-    model.weight.grad = torch.ones(1, 1)
-    torch.optim.SGD([model.weight], lr=1.0).step()
-
-
 def prepare(number: int) -> float:
     model = nn.Linear(1, 1).requires_grad_(False)
     return model(torch.full((1, 1), float(number))).item() * 0 + number**2
@@ -184,64 +177,6 @@ def test_children_that_prepare_data_are_as_in_plain_python(unchanged: None) -> N
         assert list(executor.map(prepare, [2, 3])) == [4.0, 9.0]
     assert torch.cat(list(DataLoader(Squares(), 2, num_workers=2))).tolist() == [0, 1, 4, 9]
     assert train() == 1.0  # this process may
-
-
-def end_of(script: Callable[[], Any]) -> InputError:
-    """Return the error that ends a script."""
-
-    def unchanged() -> None:
-        with refusals(has_own_device=False):
-            script()
-
-    error = refused(unchanged)
-    assert error.value.endswith(": a child process trains in an unchanged script")
-    assert "samestep run --processes 1" in (error.fix or "")
-    return error
-
-
-def wait_for_process(function: Callable[[], Any]) -> None:
-    child = multiprocessing.Process(target=function)
-    child.start()
-    child.join()
-    raise AssertionError("goes on without the training of the child")
-
-
-# The first step of a process imports torch._dynamo.
-@pytest.mark.parametrize("function", [train, pytest.param(step, marks=pytest.mark.slow)])
-def test_process_that_trains_ends_the_script_when_it_has_ended(function: Callable[[], Any]) -> None:
-    error = end_of(lambda: wait_for_process(function))
-    line = "backward()" if function is train else "lr=1.0).step()"
-    with open(__file__, encoding="utf-8") as file:
-        assert line in list(file)[int(error.value.split(":")[1]) - 1]
-
-
-def test_pool_that_trains_ends_the_script() -> None:
-    def script() -> None:
-        with multiprocessing.Pool(2) as pool:
-            pool.apply(train)
-
-    end_of(script)
-
-
-def test_pool_that_trains_ends_a_script_that_catches_exceptions() -> None:
-    def script() -> None:
-        with multiprocessing.Pool(1) as pool, contextlib.suppress(Exception):
-            pool.apply(train)
-
-    end_of(script)
-
-
-def test_fork_that_trains_ends_the_script_at_the_latest_at_its_end() -> None:
-    def script() -> None:
-        child = os.fork()
-        if child == 0:
-            try:
-                train()
-            finally:
-                os._exit(0)
-        os.waitid(os.P_PID, child, os.WEXITED)
-
-    end_of(script)
 
 
 @pytest.mark.parametrize(
