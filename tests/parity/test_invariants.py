@@ -79,8 +79,8 @@ def expect(request: pytest.FixtureRequest, key: str, value: Any) -> None:
 
 
 def overrides(name: str, settings: tuple[str, ...], pictures: Path) -> list[str]:
-    if name in ("images", "vit_tiny_patch16_224"):  # the pixels of Pillow; other decoders came later
-        settings = (*settings, f"data.options.path={pictures}", "data.options.decoder=pillow")
+    if name in ("images", "vit_tiny_patch16_224"):
+        settings = (*settings, f"data.options.path={pictures}")
     return list(settings)
 
 

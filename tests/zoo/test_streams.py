@@ -92,12 +92,11 @@ def test_number_that_is_no_class_is_refused(tmp_path: Path, classes: Any, label:
     assert error.value.code == "E_CLASSES"
 
 
-@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
 @pytest.mark.parametrize("shorter_side", [None, 36])
-def test_images_are_those_of_other_datasets(tmp_path: Path, decoder: Any, shorter_side: int | None) -> None:
+def test_images_are_those_of_other_datasets(tmp_path: Path, shorter_side: int | None) -> None:
     path = write(tmp_path / "photos", {"image": encoded("JPEG"), "label": 1})
-    splits = load(path, decoder=decoder, shorter_side=shorter_side)
-    transforms = ImageTransforms(32, 0.875, "bilinear", MEAN, STD, decoder, shorter_side)
+    splits = load(path, shorter_side=shorter_side)
+    transforms = ImageTransforms(32, 0.875, "bilinear", MEAN, STD, shorter_side)
     (tmp_path / "one.jpg").write_bytes(encoded("JPEG"))
     expected = transforms.validation()(transforms.reader()(tmp_path / "one.jpg", "one"))
     assert torch.equal(splits.evaluation[0][0], expected)

@@ -5,32 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
+import numpy
 import torch
+from PIL import Image
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch.utils.data import default_collate
 
 from samestep.data.batch import Collate, SizedDataset, map_tensors
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.image_files import (
-    DecodedImage,
-    Decoder,
-    ImageSource,
-    LazyImage,
-    as_image,
-    as_pixels,
-    crop_long_image,
-    cropped_pixels,
-    resize_pixels,
-    resize_shorter_side,
-)
+from samestep.zoo.image_files import ImageSource, crop_long_image
 from samestep.zoo.options import validated
 from samestep.zoo.splits import Splits
 
 make_torchvision_importable()
 
 from torchvision.transforms import v2  # noqa: E402
-from torchvision.transforms.v2 import functional  # noqa: E402
 
 # Mean and standard deviation of ImageNet, with which torchvision's weights were trained.
 MEAN = (0.485, 0.456, 0.406)
@@ -125,21 +115,6 @@ def image_transforms(options: Mapping[str, Any], loader: Callable[..., Any]) -> 
     return validated(ImageTransforms, options, loader=loader)
 
 
-class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
-    """Random crop of an `EncodedImage` to bytes `(3, size, size)`.
-
-    It draws the numbers of the base class, and decodes only the scale that the crop needs.
-    """
-
-    def forward(self, image: LazyImage) -> torch.Tensor:
-        """Return the resized crop."""
-        drawn = self.make_params([torch.empty(3, image.height, image.width, device="meta")])
-        box = (drawn["top"], drawn["left"], drawn["height"], drawn["width"])
-        height, width = self.size
-        pixels = cropped_pixels(image, box, height, width)
-        return resize_pixels(pixels, height, width, self.interpolation.value)
-
-
 @dataclass(frozen=True)
 class PlainCrop:
     """Random crop without a resize, and a horizontal flip.
@@ -155,9 +130,9 @@ class PlainCrop:
     size: int
     flip: float
 
-    def __call__(self, image: DecodedImage) -> torch.Tensor:
+    def __call__(self, image: Image.Image) -> torch.Tensor:
         """Return the bytes `(3, size, size)`, with the channels last in memory."""
-        pixels = as_pixels(image).permute(1, 2, 0)
+        pixels = torch.from_numpy(numpy.array(image))
         top, left, side = torch.rand(3, dtype=torch.float64).tolist()
         top, left = (
             int(at * (length - self.size + 1))
@@ -169,35 +144,12 @@ class PlainCrop:
         return crop.clone().permute(2, 0, 1)
 
 
-@dataclass(frozen=True)
-class CenterCrop:
-    """Center `(3, size, size)` of an `EncodedImage`, after its shorter side is resized.
-
-    Attributes:
-        size: height and width in pixels.
-        resized_size: length of the shorter side.
-        interpolation: `bilinear` or `bicubic`.
-    """
-
-    size: int
-    resized_size: int
-    interpolation: str
-
-    def __call__(self, image: LazyImage) -> torch.Tensor:
-        """Return the resized center as bytes."""
-        resized = resize_shorter_side(image, self.resized_size, self.interpolation)
-        center: torch.Tensor = functional.center_crop(resized, [self.size, self.size])
-        return center
-
-
 @dataclass(frozen=True, config=_FORBID)
 class ImageTransforms:
     """Decoding, resizing, cropping and normalization of images: options of every dataset of images.
 
-    The decoder `pillow` gives images of Pillow, and normalized floats. The decoder `simplejpeg`
-    decodes JPEG files at a reduced scale if the crop is large, resizes bytes with torch, and gives
-    bytes: `normalize` converts batches on the device. Random erasing, mixup and CutMix change
-    normalized floats; with them the training images are floats too.
+    Crops without a resize are bytes: `normalize` converts batches on the device. Random erasing,
+    mixup and CutMix change normalized floats; with them the training images are floats too.
 
     Attributes:
         image_size: height and width in pixels.
@@ -206,7 +158,6 @@ class ImageTransforms:
         interpolation: `bilinear` or `bicubic`.
         mean: mean of each channel, for values in 0..1.
         std: standard deviation of each channel.
-        decoder: `pillow` or `simplejpeg`.
         shorter_side: length to which the shorter side of an image is resized before all transforms,
             or None.
         augment: augmentation of training images; None for the default.
@@ -217,7 +168,6 @@ class ImageTransforms:
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     mean: tuple[_Number, _Number, _Number] = MEAN
     std: tuple[_Positive, _Positive, _Positive] = STD
-    decoder: Decoder = "pillow"
     shorter_side: _Count | None = None
     augment: Augment | None = None
 
@@ -235,32 +185,25 @@ class ImageTransforms:
         return self.augment or Augment()
 
     def reader(self) -> ImageSource:
-        """Return the function that reads an image file for the transforms.
-
-        Raises:
-            RecipeError: the library of the decoder is not installed.
-        """
-        return ImageSource(self.decoder, self.shorter_side, self.interpolation)
+        """Return the function that reads an image file for the transforms."""
+        return ImageSource(self.shorter_side, self.interpolation)
 
     def train(self) -> Transform:
         """Return the transform of training images: a random crop and the augmentation."""
         augment = self.augmentation
-        is_pillow = self.decoder == "pillow" and augment.scale is not None
+        has_resize = augment.scale is not None
         steps: list[Callable[..., Any]] = [PlainCrop(self.image_size, augment.flip)]
-        if augment.scale is not None:
-            kind = v2.RandomResizedCrop if is_pillow else RandomCrop
+        if has_resize:
             mode = v2.InterpolationMode(self.interpolation)
-            crop = kind(self.image_size, scale=augment.scale, interpolation=mode)
+            crop = v2.RandomResizedCrop(self.image_size, scale=augment.scale, interpolation=mode)
             steps = [crop, v2.RandomHorizontalFlip(augment.flip)]
-        if is_pillow:
-            steps.insert(0, as_image)
         if augment.randaugment is not None:
             colors = v2.RandAugment(2, augment.randaugment, num_magnitude_bins=_MAX_MAGNITUDE + 1)
-            if is_pillow:
+            if has_resize:
                 steps.append(colors)
-            else:  # images of Pillow too, for equal results with each decoder
+            else:
                 steps += [v2.ToPILImage(), colors, v2.PILToTensor()]
-        if is_pillow or augment.changes_floats:
+        if has_resize or augment.changes_floats:
             steps += self._normalized()
         if augment.random_erasing:
             steps.append(v2.RandomErasing(augment.random_erasing))
@@ -269,10 +212,8 @@ class ImageTransforms:
     def validation(self) -> Transform:
         """Return the transform of validation images: resize and center crop."""
         size = round(self.image_size / self.crop_fraction)
-        if self.decoder != "pillow":
-            return CenterCrop(self.image_size, size, self.interpolation)
         resize = v2.Resize(size, interpolation=v2.InterpolationMode(self.interpolation))
-        steps = [as_image, crop_long_image, resize, v2.CenterCrop(self.image_size)]
+        steps = [crop_long_image, resize, v2.CenterCrop(self.image_size)]
         return _composed([*steps, *self._normalized()])
 
     def splits(

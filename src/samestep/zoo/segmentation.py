@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from samestep.data.sample_files import fingerprint_of
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.image_files import ImageSource, as_image, open_cache, read_image
+from samestep.zoo.image_files import ImageSource, open_cache, read_image
 from samestep.zoo.image_transforms import MEAN, STD
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
@@ -138,7 +138,7 @@ class MaskedImages:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         pair = self._pairs[index]
-        image = as_image(self._source(pair.image, str(pair.image)))
+        image = self._source(pair.image, str(pair.image))
         mask = read_mask(pair.mask, self._code)
         if mask.shape != (image.height, image.width):
             sizes = f"{mask.shape[1]} x {mask.shape[0]} pixels"
