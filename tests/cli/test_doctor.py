@@ -1,4 +1,4 @@
-"""Tests of `samestep doctor`: report, real faults in separate processes, self-test, and caches."""
+"""Tests of `samestep doctor`: report, real faults in separate processes, and self-test."""
 
 import json
 import os
@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from helpers.system import COMMAND, Running, answer, here, until
+from helpers.system import COMMAND, Running, answer, until
 from samestep.cli.main import main
 from samestep.distributed.env import relevant_variables
-from samestep.zoo.sample_cache import SampleCache
 
 
 @dataclass(frozen=True)
@@ -226,24 +225,6 @@ def test_ctrl_c_is_no_finding(tmp_path: Path, processes: int) -> None:
         until(lambda: not running.processes(), "no process remains", 10)
     assert (done.code, done.out) == (130, ""), done.err
     assert "Traceback" not in done.err
-
-
-def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "samestep"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, kind in (("photos-1", "decoded"), ("photos-2", "decoded")):
-        cache = SampleCache(folder / name, {"kind": kind, "source": "/photos"}, limit=None, samples=9)
-        for number in range(3):
-            cache.add(f"{number:032x}", memoryview(bytes(1000)))
-    assert here("doctor", "--caches", "--json", cwd=tmp_path) == 0
-    listed = answer(capsys)
-    rows = [(cache["name"], cache["kind"], cache["entries"], cache["source"]) for cache in listed["caches"]]
-    assert rows == [("photos-1", "decoded", 3, "/photos"), ("photos-2", "decoded", 3, "/photos")]
-    assert listed["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    (folder / "photos-1/cache.json").write_text("[", encoding="utf-8")
-    assert here("doctor", "--clear-caches", cwd=tmp_path) == 0
-    assert "photos-1  unknown" in capsys.readouterr().out
-    assert not list(folder.iterdir())
 
 
 def test_devices_option_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from helpers.hostile import controls
 from helpers.machines import in_shell
 from helpers.surroundings import RecordFault, require_bounded, require_single_report
 from helpers.system import TESTS, Running, environment, here, last_saved
-from samestep.distributed.env import cache_folder, library_caches, state_folder
+from samestep.distributed.env import library_caches, state_folder
 from samestep.distributed.logging import plain_console
 from samestep.errors import InputError, printable
 
@@ -23,15 +23,14 @@ UNSET = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")
 UNKNOWN = "--user --map-user=54321 --map-group=54321"
 CHECKS = """
 import getpass, json, os
-from samestep.distributed.env import cache_folder, library_caches, state_folder
+from samestep.distributed.env import library_caches, state_folder
 from samestep.errors import InputError
 assert os.path.expanduser("~") == "~"
 found = {}
-for folder in (state_folder, cache_folder):
-    try:
-        found[folder.__name__] = str(folder())
-    except InputError as error:
-        found[folder.__name__] = error.code + str(error)
+try:
+    found["state"] = str(state_folder())
+except InputError as error:
+    found["state"] = error.code + str(error)
 import matplotlib, rich.console, torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 found["caches"] = library_caches("/tmp")
@@ -51,9 +50,8 @@ def test_account_without_an_entry_and_a_home(tmp_path: Path, record_fault: Recor
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    for folder in ("state_folder", "cache_folder"):
-        assert found[folder].startswith("E_MACHINE")
-        assert "HOME" in found[folder]
+    assert found["state"].startswith("E_MACHINE")
+    assert "HOME" in found["state"]
     assert all(path.startswith("/") for path in found["caches"])
     unset = in_shell("unset HOME XDG_STATE_HOME XDG_CACHE_HOME", unshare=UNKNOWN)
     with Running("train", RECIPE, "--name", "a", "epochs=1", cwd=tmp_path, command=unset) as running:
@@ -61,13 +59,10 @@ def test_account_without_an_entry_and_a_home(tmp_path: Path, record_fault: Recor
     assert done_training.code == 0, done_training.err
     assert not (tmp_path / "runs/a/signature").exists()
     assert "HOME" in done_training.err
-    for name, command_of_run, code in (("eval", ("eval", "runs/a"), 2), ("caches", ("doctor", "--caches"), 2)):
-        with Running(*command_of_run, cwd=tmp_path, command=unset) as running:
-            require_single_report(running.wait(200), code)
-        assert name
+    with Running("eval", "runs/a", cwd=tmp_path, command=unset) as running:
+        require_single_report(running.wait(200), 2)
     record_fault("no HOME and no entry in passwd: train", "exit code 0; unsigned")
     record_fault("no HOME and no entry in passwd: eval of an unsigned run", "exit code 2; E_UNTRUSTED")
-    record_fault("no HOME and no entry in passwd: doctor --caches", "exit code 2; E_MACHINE")
 
 
 @pytest.mark.parametrize("home", ["relative", ".", "../x"])
@@ -76,12 +71,11 @@ def test_relative_home_is_none(home: str, monkeypatch: pytest.MonkeyPatch, recor
     monkeypatch.setenv("HOME", home)
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for folder in (state_folder, cache_folder):
-        with pytest.raises(InputError) as caught:
-            folder()
-        assert caught.value.code == "E_MACHINE"
+    with pytest.raises(InputError) as caught:
+        state_folder()
+    assert caught.value.code == "E_MACHINE"
     assert all(os.path.isabs(path) for path in library_caches("/tmp"))
-    record_fault(f"HOME is `{home}`", "no key and no cache; E_MACHINE")
+    record_fault(f"HOME is `{home}`", "no key; E_MACHINE")
 
 
 # --- names ---
@@ -103,20 +97,8 @@ NAMES = {
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_are_shown_as_they_are(
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    record_fault: RecordFault,
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], record_fault: RecordFault
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "samestep/photos-0123456789"
-    folder.mkdir(parents=True)
-    facts = json.dumps({"kind": "decoded", "source": f"/data/{NAMES[kind]}"})
-    (folder / "cache.json").write_text(facts, encoding="utf-8")
-    assert here("doctor", "--caches", cwd=tmp_path) == 0
-    out, _ = capfd.readouterr()
-    assert printable(f"/data/{NAMES[kind]}") in out
     run = tmp_path / "runs" / NAMES[kind].replace("/", "_")
     assert here("report", run, cwd=tmp_path) == 2
     assert here("train", f"{NAMES[kind]}.yaml", cwd=tmp_path) == 2

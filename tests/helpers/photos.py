@@ -1,6 +1,5 @@
-"""A small folder of photographs, and a small model, for runs with a cache."""
+"""A small folder of photographs, and a small model."""
 
-import os
 from io import BytesIO
 from pathlib import Path
 
@@ -40,11 +39,3 @@ def random_jpeg(generator: numpy.random.Generator, height: int, width: int) -> b
     file = BytesIO()
     Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=numpy.uint8)).save(file, "JPEG")
     return file.getvalue()
-
-
-def make_unreadable(root: Path) -> None:
-    """Replace the contents of all files, but neither their sizes nor their times."""
-    for file in root.rglob("*.jpg"):
-        status = file.stat()
-        file.write_bytes(bytes(status.st_size))
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -85,13 +84,3 @@ def test_white_of_twelve_bits(tmp_path: Path) -> None:
     with Image.open(path) as image:
         assert (image.mode, int(numpy.asarray(image).max())) == ("I;16", 4095)
     assert numpy.asarray(read_image(path)).min() == 255
-
-
-def test_normalization_of_bytes_is_that_of_floats() -> None:
-    transforms = ImageTransforms(image_size=8)
-    pixels = torch.arange(2 * 3 * 64).to(torch.uint8).reshape(2, 3, 8, 8)
-    images, labels = transforms.normalize([pixels, torch.tensor([1, 2])])
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-    torch.testing.assert_close(images, (pixels / 255 - mean) / std, rtol=1e-5, atol=1e-6)
-    assert labels.tolist() == [1, 2]
-    assert transforms.normalize(images) is images

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from helpers.system import events, here, samestep, without_warnings
 from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.image_files import read_image
 from samestep.zoo.images import LabeledImages, Sample, load_images
 
 make_torchvision_importable()
@@ -227,6 +226,6 @@ def test_damaged_image_is_read_or_refused(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about damaged data that it can read
         try:
-            LabeledImages([Sample(path, 0)], read_image, pil_to_tensor)[0]
+            LabeledImages([Sample(path, 0)], pil_to_tensor)[0]
         except DataError as error:
             assert str(path) in error.value

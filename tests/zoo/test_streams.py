@@ -16,6 +16,7 @@ from PIL import Image
 
 from helpers import sample_files
 from samestep.errors import DataError, InputError
+from samestep.zoo.image_files import read_image
 from samestep.zoo.image_transforms import MEAN, STD, ImageTransforms
 from samestep.zoo.images import load_stream_images
 from samestep.zoo.language import load_stream_tokens, stream_tokens_task
@@ -92,13 +93,12 @@ def test_number_that_is_no_class_is_refused(tmp_path: Path, classes: Any, label:
     assert error.value.code == "E_CLASSES"
 
 
-@pytest.mark.parametrize("shorter_side", [None, 36])
-def test_images_are_those_of_other_datasets(tmp_path: Path, shorter_side: int | None) -> None:
+def test_images_are_those_of_other_datasets(tmp_path: Path) -> None:
     path = write(tmp_path / "photos", {"image": encoded("JPEG"), "label": 1})
-    splits = load(path, shorter_side=shorter_side)
-    transforms = ImageTransforms(32, 0.875, "bilinear", MEAN, STD, shorter_side)
+    splits = load(path)
+    transforms = ImageTransforms(32, 0.875, "bilinear", MEAN, STD)
     (tmp_path / "one.jpg").write_bytes(encoded("JPEG"))
-    expected = transforms.validation()(transforms.reader()(tmp_path / "one.jpg", "one"))
+    expected = transforms.validation()(read_image(tmp_path / "one.jpg"))
     assert torch.equal(splits.evaluation[0][0], expected)
 
 

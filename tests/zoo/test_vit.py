@@ -110,8 +110,7 @@ def test_loss_of_paddle_weights_equals_the_reference(place: Path, capsys: pytest
     recipe = load_recipe("vit_tiny_patch16_224", TINY)
     options = {**recipe.data.options, "path": str(place / "pictures")}
     splits = load_images(**options)
-    assert splits.prepare is not None
-    pairs = [splits.prepare(splits.evaluation[index]) for index in range(len(splits.evaluation))]
+    pairs = [splits.evaluation[index] for index in range(len(splits.evaluation))]
     images = numpy.stack([image.double().numpy() for image, _ in pairs])
     logits = torch.from_numpy(vit_forward(state, images))
     targets = torch.tensor([target for _, target in pairs])

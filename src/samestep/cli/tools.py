@@ -28,7 +28,6 @@ from samestep.cli.options import (
     require_new_file,
 )
 from samestep.config import default_workers
-from samestep.distributed.env import cache_folder
 from samestep.distributed.logging import plain_console
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError, printable
@@ -78,16 +77,9 @@ class Doctor(JsonOption):
     )
     runs: Path = option("folder of runs", "DIR", default=Path("runs"))
     quick: bool = option("skip the self-test; torch is not imported", default=False)
-    caches: bool = option("list the caches of images in ~/.cache/samestep", default=False)
-    clear_caches: bool = option(
-        "list and remove the caches; runs that use one continue", default=False
-    )
 
     def run(self) -> int:
         """Check and print; return 0 without failures and 3 otherwise."""
-        if self.caches or self.clear_caches:
-            self._show_caches()
-            return EXIT_DONE
         from samestep.tools.doctor import Plan, Verdict, check_machine, read_nvidia
 
         nvidia = read_nvidia()
@@ -113,25 +105,6 @@ class Doctor(JsonOption):
         if verdict == "fail":
             return EXIT_DIFFERS
         return EXIT_DONE
-
-    def _show_caches(self) -> None:
-        from samestep.zoo.sample_cache import list_caches, remove_cache
-
-        caches = list_caches()
-        title = "caches"
-        if self.clear_caches:
-            title = "removed"
-            for cache in caches:
-                remove_cache(cache.name)
-        size = sum(cache.bytes for cache in caches)
-        lines = []
-        for cache in caches:
-            entries = f"{cache.entries} entries  {format_bytes(cache.bytes)}"
-            lines.append(f"{cache.name}  {cache.kind}  {entries}  {cache.source}")
-        total = f"{title}: {len(caches)}, {format_bytes(size)} in {cache_folder()}"
-        rows = [asdict(cache) for cache in caches]
-        data = {"folder": str(cache_folder()), title: rows, "bytes": size}
-        self.result(data, *lines, total)
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:

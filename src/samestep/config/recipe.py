@@ -62,10 +62,6 @@ class DataConfig(NamedConfig):
             the samples in each epoch, `keyed` neither; `auto` is `keyed` for more than 10,000,000
             samples, otherwise `shuffled`. The orders differ. Not for samples grouped by length,
             which are `shuffled`.
-        cache: store the `decoded` pixels of image files on the local disk in the first epoch, for
-            all ranks and later runs; or `none`. No result depends on the cache.
-        cache_gb: size in GB (1e9 bytes) up to which the cache of these data grows; none for 95 % of
-            the disk.
     """
 
     key_prefix: ClassVar[str] = "data."
@@ -73,8 +69,6 @@ class DataConfig(NamedConfig):
     bad_samples: BadSamples = "stop"
     drop_last: bool = False
     order: SampleOrder = "auto"
-    cache: Literal["none", "decoded"] = "none"
-    cache_gb: Annotated[float, Gt(0), Lt(math.inf)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,32 +148,24 @@ def read_slurm_job() -> SlurmJob | None:
 
 
 def state_folder() -> Path:
-    """Return the folder for data of this account that belong to no run."""
-    return _base_folder("XDG_STATE_HOME", ".local/state") / "samestep"
+    """Return the folder for data of this account that belong to no run.
 
-
-def cache_folder() -> Path:
-    """Return the folder of the caches of samples of this account."""
-    return _base_folder("XDG_CACHE_HOME", ".cache") / "samestep"
-
-
-def _base_folder(variable: str, default: str) -> Path:
-    """Return a folder of this account (XDG Base Directory Specification).
+    See the XDG Base Directory Specification.
 
     Raises:
-        InputError: the account has no home folder, and the variable is not set.
+        InputError: the account has no home folder, and XDG_STATE_HOME is not set.
     """
-    base = os.environ.get(variable, "")
+    base = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(base):
-        return Path(base)
+        return Path(base) / "samestep"
     if (home := _home()) is None:
         raise InputError(
             "this account has no home folder: no HOME and no entry in passwd",
-            expected=f"HOME, or {variable}: an absolute path",
+            expected="HOME, or XDG_STATE_HOME: an absolute path",
             fix="export HOME=/a/folder/of/this/account",
             code="E_MACHINE",
         )
-    return home / default
+    return home / ".local/state/samestep"
 
 
 def expand_path(text: str) -> str:

@@ -119,7 +119,7 @@ class ProgressLogger(Logger):
             self.log_progress(label, event["step_in_epoch"], event["steps_in_epoch"], text)
         elif kind == "evaluation":
             self._print(evaluation_line(event))
-        elif kind in ("cache", "memory", "note", "resume", "skipped", "stop"):
+        elif kind in ("memory", "note", "resume", "skipped", "stop"):
             self._print(event["text"])
 
     def log_progress(self, label: str, done: int, total: int, text: str = "") -> None:

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.checkpoint.contents import CompleteModel
 from samestep.config import (
-    DataConfig,
     NamedConfig,
     OptimizerConfig,
     Recipe,
@@ -63,7 +62,6 @@ from samestep.strategies.divided_parameters import divided_parameters
 from samestep.zoo.masks import resolve_foreground_weight
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
-from samestep.zoo.sample_cache import SampleCache
 from samestep.zoo.splits import Splits
 
 Kind = TypeVar("Kind")
@@ -176,8 +174,6 @@ class Built:
     notes: list[str]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
     facts: dict[str, str]  # facts of the training data that a resumption compares
-    cache: SampleCache | None  # cache of the samples, if the recipe has one
-    cache_note: str  # announcement of the cache on rank 0; otherwise empty
     loss: NamedConfig  # with the foreground weight as a number
     evaluation_text: Callable[[int], str] | None  # text of a validation sample
     workers: int  # loader processes of a rank
@@ -206,7 +202,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     """Return the objects of a recipe, in the world of `start_world`. A collective operation."""
     recipe = recipe.with_microbatches()
     splits = _splits(recipe.data)
-    cache, cache_note = _open_cache(recipe.data, splits, world)
     bad_samples = recipe.data.bad_samples
     loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, bad_samples, world)
     loss = RecipeLoss(_loss(loss_config))
@@ -240,7 +235,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         recipe=recipe,
         scheduler=LambdaLR(optimizer, factor),
         parameters=divided_parameters(model) or CompleteModel(model),
-        prepare=splits.prepare,
         accuracies=[metric for metric in metrics if isinstance(metric, Accuracy)],
     )
     return Built(
@@ -252,8 +246,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         notes=notes,
         dataset_info=DatasetInfo(splits.classes, splits.model_options),
         facts=splits.facts,
-        cache=cache,
-        cache_note=cache_note,
         loss=loss_config,
         evaluation_text=splits.evaluation_text,
         workers=workers,
@@ -305,26 +297,6 @@ def _returned(value: Any, kind: type[Kind], name: str, fix: str = "return it") -
         expected = f"a {kind.__module__}.{kind.__name__}"
         raise RecipeError(problem, expected, fix, code="E_VALUE")
     return value
-
-
-def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[SampleCache | None, str]:
-    if config.cache == "none":
-        return None, ""
-    if splits.open_cache is None:
-        raise RecipeError(
-            f"data.cache is {config.cache} and data {config.name!r} has no cache",
-            expected="data with image files: images, image_list or segmentation",
-            fix="data.cache=none",
-            code="E_VALUE",
-        )
-    cache = splits.open_cache(config)
-    if not world.is_main:
-        return cache, ""
-    note = f"cache: {config.cache} images in {cache.folder}"
-    entries, size = cache.usage()
-    if entries:
-        note += f"; already there: {entries:,} entries, {size / 1e9:.3g} GB"
-    return cache, note
 
 
 def build_model(

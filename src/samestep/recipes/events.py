@@ -23,7 +23,6 @@ from samestep.recipes.training_step import StepResult
 from samestep.units import format_bytes, plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
-_MAX_CACHE_REPORTS = 20  # per epoch; damage can concern all entries of a disk
 
 
 class StepTimer:
@@ -165,7 +164,6 @@ class TrainingEvents:
         self.train_values = {**checkpoints.train_values}
         self._log_skipped("training")
         self._log_skipped("evaluation")
-        self._log_cache()
         if self._samples:
             tokens = self._tokens
             self._logger.log_event(
@@ -213,15 +211,6 @@ class TrainingEvents:
         self._logger.log_event(
             "skipped", split=split, count=len(samples), samples=samples, text=text
         )
-
-    def _log_cache(self) -> None:
-        """Log new reports about the cache of samples; a collective, if all ranks have one."""
-        if self._built.cache is None:
-            return
-        # A damaged entry is reported by each rank that reads it: the sets below remove repetitions.
-        reports = all_gather(self._built.cache.take_reports(), self._driver.world)
-        for text in sorted({text for part in reports for text in part})[:_MAX_CACHE_REPORTS]:
-            self._logger.log_event("cache", text=f"warning: {text}")
 
     def log_end(self, *, stopped: bool) -> None:
         """Log the end of the run, which a stop request can have caused."""

@@ -22,7 +22,6 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RecipeStep, RunOptions
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.disk_operations import HeldFolder
-from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.errors import DataError
 from samestep.global_view import any_rank
@@ -82,8 +81,6 @@ def train(
             _record_start(run, built, world, recipe, first_step, folder.keep)
             for note in _notes(built, world, recipe, changes, missing, is_new=checkpoint is None):
                 log.log_event("note", text=note)
-            if built.cache_note:
-                log.log_event("cache", text=built.cache_note)
         monitor.follow(lambda: events.rank_progress)
         with log:
             log.log_config(checkpoints.recipe)
@@ -334,6 +331,4 @@ def evaluate(
             values = evaluate_by_class(built, recipe, report / "overlays")
         else:
             values = evaluated(built, built.metrics)
-        for text in built.cache.take_reports() if built.cache is not None else ():
-            logger.warning(text)
         return values

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,6 @@ class Driver:
         recipe: numbers and options of a step.
         scheduler: stepped after each step.
         parameters: parameters on this rank.
-        prepare: function from a batch on the device to inputs and targets.
         accuracies: metrics that are also counted in training.
 
     Attributes:
@@ -86,7 +85,6 @@ class Driver:
         recipe: Recipe,
         scheduler: LRScheduler,
         parameters: SavedParameters,
-        prepare: Callable[[Any], Any] | None = None,
         accuracies: Sequence[Accuracy] = (),
     ) -> None:
         self.model = model
@@ -104,7 +102,6 @@ class Driver:
         self._config = recipe.step
         self._has_computed = False
         self._parts = recipe.accumulate
-        self._prepare = prepare
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._average: AveragedWeights | None = None
         if recipe.ema is not None:
@@ -170,8 +167,6 @@ class Driver:
     def on_device(self, batch: RecipeBatch) -> tuple[Any, Any]:
         """Return inputs and targets of a batch on the device of this rank."""
         data = move(batch.data, self.world.device)
-        if self._prepare is not None:
-            data = self._prepare(data)
         inputs, targets = pair_of(data)
         if self._config.channels_last:
             inputs = channels_last(inputs)

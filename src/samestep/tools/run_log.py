@@ -27,7 +27,7 @@ _NOT_METRICS = (
     *("time", "event", "step", "epoch", "epochs", "is_best"),
     *("samples", "samples_per_second", "skipped_steps"),
 )
-_NOTES = ("cache", "note", "skipped", "stop")
+_NOTES = ("note", "skipped", "stop")
 _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
 _MEANS = ("data_share", "wait_share", "cpu_percent", "samples_per_second")  # of ranks
 _MAX_LOGGED = 100

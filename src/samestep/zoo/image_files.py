@@ -1,4 +1,4 @@
-"""Reading of image files: errors of damaged files, a fixed resize, and a cache.
+"""Reading of image files, with errors that name damaged files.
 
 Decisions: docs/decisions/images.md
 """
@@ -6,25 +6,17 @@ Decisions: docs/decisions/images.md
 from __future__ import annotations
 
 import errno
-import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy
-import PIL
-from PIL import Image, ImageOps, features
+from PIL import Image, ImageOps
 
-from samestep.config.recipe import DataConfig
-from samestep.distributed.env import cache_folder
 from samestep.errors import RunError, SamestepError
-from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.options import unusable
-from samestep.zoo.sample_cache import SampleCache, cache_name, file_key
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif"),
@@ -44,12 +36,8 @@ _FILE_ERRNOS = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-_CHANNELS = 3
 # Longer images are cropped to this aspect ratio before their shorter side is resized.
 _MAX_ASPECT_RATIO = 4
-
-# From a file and its name in errors to an image for a transform.
-ReadImage = Callable[[Path | BytesIO, str], Image.Image]
 
 
 def read_image(source: Path | BytesIO, name: str = "") -> Image.Image:
@@ -137,89 +125,3 @@ def crop_long_image(image: Image.Image) -> Image.Image:
     left = (image.width - width) // 2
     top = (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
-
-
-@cache
-def _pillow_resize(shorter_side: int, interpolation: str) -> Any:
-    make_torchvision_importable()
-    # Here, because digits and texts need this module without torchvision.
-    from torchvision.transforms import v2
-
-    return v2.Resize([shorter_side], interpolation=v2.InterpolationMode(interpolation))
-
-
-class ImageSource:
-    """Reader of image files: decodes, resizes, and uses a cache.
-
-    Args:
-        shorter_side: length to which the shorter side of every image is resized, or None.
-        interpolation: `bilinear` or `bicubic`.
-    """
-
-    def __init__(self, shorter_side: int | None = None, interpolation: str = "bilinear") -> None:
-        self._shorter_side = shorter_side
-        self._interpolation = interpolation
-        self._cache: SampleCache | None = None
-
-    def __call__(self, source: Path | BytesIO, name: str) -> Image.Image:
-        """Return the image of a file, which has `name` in errors.
-
-        Raises:
-            DataError: the file is missing, damaged or no image.
-            RunError: the disk or the network failed.
-        """
-        if self._cache is None or not isinstance(source, Path):
-            return self._decoded(source, name)
-        with file_errors(name, "an image"):
-            status = os.stat(source)
-        key = file_key(source, status)
-        sample = self._cache.get(key, name)
-        if sample is not None:
-            return Image.fromarray(sample.data.view(sample.height, sample.width, _CHANNELS).numpy())
-        image = self._decoded(source, name)
-        array = numpy.array(image)
-        self._cache.add(key, array.data.cast("B"), *array.shape[:2])
-        return image
-
-    def _decoded(self, source: Path | BytesIO, name: str) -> Image.Image:
-        """Return a decoded image after the fixed resize."""
-        image = read_image(source, name)
-        if self._shorter_side is None:
-            return image
-        resize = _pillow_resize(self._shorter_side, self._interpolation)
-        resized: Image.Image = resize(crop_long_image(image))
-        return resized
-
-    def use_cache(self, cache: SampleCache) -> None:
-        """Read the pixels of files from a cache, and write missing images to the cache."""
-        self._cache = cache
-
-    def description(self) -> dict[str, object]:
-        """Return the facts on which the bytes of a cache depend."""
-        names = ("libjpeg_turbo", "jpg", "zlib", "webp", "libtiff")
-        libraries = {"pillow": PIL.__version__, **{name: features.version(name) for name in names}}
-        size = None if self._shorter_side is None else f"{self._shorter_side} {self._interpolation}"
-        return {
-            "kind": "decoded",
-            "libraries": libraries,
-            "shorter_side": size,
-        }
-
-
-def open_cache(source: ImageSource, files: Sequence[Path], config: DataConfig) -> SampleCache:
-    """Let `source` use the cache of a recipe, and return the cache.
-
-    Args:
-        source: source of the images.
-        files: files of the training and validation images.
-        config: the key `cache_gb`.
-    """
-    root = Path()
-    if files:
-        root = Path(os.path.commonpath([os.path.abspath(file.parent) for file in files]))
-    facts = source.description()
-    limit = None if config.cache_gb is None else int(config.cache_gb * 1e9)
-    folder = cache_folder() / cache_name(root, facts)
-    cache = SampleCache(folder, {"source": str(root), **facts}, limit=limit, samples=len(files))
-    source.use_cache(cache)
-    return cache

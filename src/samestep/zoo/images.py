@@ -16,7 +16,7 @@ from samestep.data.sample_files import SampleFiles, by_suffix, files_below, fing
 from samestep.data.stream_formats import ParquetFiles, TarFiles
 from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
-from samestep.zoo.image_files import IMAGE_SUFFIXES, ImageSource, ReadImage, open_cache
+from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.image_transforms import ImageTransforms, Transform, image_transforms
 from samestep.zoo.labels import ClassLabels, Row, class_names, label_text, read_table
 from samestep.zoo.options import (
@@ -44,9 +44,8 @@ class Sample(NamedTuple):
 class LabeledImages:
     """Images with class numbers, decoded and transformed on access."""
 
-    def __init__(self, samples: Sequence[Sample], read: ReadImage, transform: Transform) -> None:
+    def __init__(self, samples: Sequence[Sample], transform: Transform) -> None:
         self.samples = samples
-        self._read = read
         self._transform = transform
 
     def __len__(self) -> int:
@@ -56,7 +55,7 @@ class LabeledImages:
         source, label, error, name = self.samples[index]
         if error is not None or label is None:
             raise error or _unusable("no label")
-        return self._transform(self._read(source, name or str(source))), label
+        return self._transform(read_image(source, name)), label
 
 
 def load_images(
@@ -96,11 +95,10 @@ def image_task(classes: Sequence[str], **options: Any) -> Task:
     names = {field.name for field in fields(ImageTransforms)} - {"augment"}
     known = {name: options[name] for name in names & options.keys()}
     transforms = image_transforms(known, image_task)
-    read = transforms.reader()
     transform = transforms.validation()
     return Task(
         reads="an image file",
-        read=lambda path: transforms.normalize(transform(read(path, str(path)))),
+        read=lambda path: transform(read_image(path)),
         describe=lambda logits: top_classes(logits, classes, count=5),
     )
 
@@ -183,14 +181,10 @@ def _splits(
     classes: Sequence[str],
     transforms: ImageTransforms,
 ) -> Splits:
-    read = transforms.reader()
-    usable = [sample.source for sample in (*train, *validation) if sample.label is not None]
-    files = [source for source in usable if isinstance(source, Path)]
     return transforms.splits(
-        LabeledImages(train, read, transforms.train()),
-        LabeledImages(validation, read, transforms.validation()),
+        LabeledImages(train, transforms.train()),
+        LabeledImages(validation, transforms.validation()),
         classes,
-        open_cache=partial(open_cache, read, files),
         fingerprint=fingerprint_of([str(sample.source) for sample in train]),
     )
 
@@ -294,8 +288,8 @@ def load_hub_images(
         validation = HubSamples(other, other_numbers, range(len(labels)), name, image_column)
     train = HubSamples(table, class_numbers, rows, f"{path}/{train_split}", image_column)
     return transforms.splits(
-        LabeledImages(train, transforms.reader(), transforms.train()),
-        LabeledImages(validation, transforms.reader(), transforms.validation()),
+        LabeledImages(train, transforms.train()),
+        LabeledImages(validation, transforms.validation()),
         classes,
         fingerprint=fingerprint_of([str(class_numbers[row]) for row in rows]),
     )
@@ -369,7 +363,7 @@ def load_stream_images(
             files = TarFiles(address)
         else:
             files = ParquetFiles(address, columns)
-        sample = _StreamSample(columns, transforms.reader(), ClassLabels(names), transform)
+        sample = _StreamSample(columns, ClassLabels(names), transform)
         return ConvertedSource(files, sample)
 
     return transforms.splits(
@@ -384,7 +378,6 @@ class _StreamSample:
     """Function from a sample of a file and its place to an image and a class number."""
 
     columns: tuple[str, str]
-    read: ImageSource
     labels: ClassLabels
     transform: Transform
 
@@ -404,4 +397,4 @@ class _StreamSample:
         if isinstance(label, bytes):
             label = label.decode(errors="replace")
         number = self.labels.number(label, place)
-        return self.transform(self.read(BytesIO(data), place)), number
+        return self.transform(read_image(BytesIO(data), place)), number

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from samestep.data.sample_files import fingerprint_of
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.image_files import ImageSource, open_cache, read_image
+from samestep.zoo.image_files import read_image
 from samestep.zoo.image_transforms import MEAN, STD
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
@@ -125,11 +125,8 @@ class MaskedImages:
     W)`; -100 is ignored.
     """
 
-    def __init__(
-        self, pairs: Sequence[Pair], source: ImageSource, code: MaskCode, transform: JointTransform
-    ) -> None:
+    def __init__(self, pairs: Sequence[Pair], code: MaskCode, transform: JointTransform) -> None:
         self._pairs = pairs
-        self._source = source
         self._code = code
         self._transform = transform
 
@@ -138,7 +135,7 @@ class MaskedImages:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         pair = self._pairs[index]
-        image = self._source(pair.image, str(pair.image))
+        image = read_image(pair.image)
         mask = read_mask(pair.mask, self._code)
         if mask.shape != (image.height, image.width):
             sizes = f"{mask.shape[1]} x {mask.shape[0]} pixels"
@@ -174,17 +171,14 @@ def load_segmentation(
     code = validated(MaskCode, values)
     transforms = validated(MaskTransforms, options, loader=load_segmentation)
     pairs, evaluation_pairs = split_pairs(path, evaluation_path, evaluation_fraction, mask_suffix)
-    images = [pair.image for pair in (*pairs, *evaluation_pairs)]
-    source = ImageSource()
-    train = MaskedImages(pairs, source, code, transforms.train())
+    train = MaskedImages(pairs, code, transforms.train())
     count_foreground = train.count_foreground if code.is_binary else None
     return Splits(
         train=train,
-        evaluation=MaskedImages(evaluation_pairs, source, code, transforms.validation()),
+        evaluation=MaskedImages(evaluation_pairs, code, transforms.validation()),
         classes=code.names,
         reads_files=True,
         count_foreground=count_foreground,
-        open_cache=partial(open_cache, source, images),
         fingerprint=fingerprint_of([pair.name for pair in pairs]),
     )
 

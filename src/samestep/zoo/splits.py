@@ -16,7 +16,6 @@ from samestep.data.batch import Collate, SizedDataset
 from samestep.data.sample_files import SampleFiles, fingerprint_of
 from samestep.errors import DataError, printable
 from samestep.zoo.options import require_option
-from samestep.zoo.sample_cache import SampleCache
 
 Answer = dict[str, Any]
 _MAX_LISTED_CLASSES = 10  # in a description of the data
@@ -34,8 +33,6 @@ class Splits:
         collate: function from a list of samples to batched inputs and targets.
         train_collate: collate function for training, such as mixup. May use the same generators as
             augmentation; their state is a function of the first sample of the microbatch.
-        prepare: function from a collated microbatch on its device to the data of the driver, such
-            as the normalization of bytes; without random numbers.
         train_lengths: length of each training sample, to group samples of similar length in a
             global batch.
         evaluation_lengths: length of each validation sample; evaluation then runs from short to
@@ -46,8 +43,6 @@ class Splits:
             padding.
         count_foreground: function from the index of a training sample to the numbers of background
             and foreground pixels of its mask, for losses that weight foreground.
-        open_cache: function from the data of a recipe to the cache of the samples, or None for data
-            without a cache.
         fingerprint: hash of the names or contents of the training samples, which a resumption
             compares; empty for data that cannot change.
         evaluation_text: function from the index of a validation sample to its text, for reports.
@@ -59,13 +54,11 @@ class Splits:
     reads_files: bool = False
     collate: Collate = default_collate
     train_collate: Collate | None = None
-    prepare: Callable[[Any], Any] | None = None
     train_lengths: Sequence[int] | None = None
     evaluation_lengths: Sequence[int] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
     count_tokens: Callable[[Any], tuple[int, int]] | None = None
     count_foreground: Callable[[int], tuple[int, int]] | None = None
-    open_cache: Callable[[Any], SampleCache] | None = None
     fingerprint: str = ""
     evaluation_text: Callable[[int], str] | None = None
 
