@@ -121,8 +121,3 @@ def test_mismatched_shapes_are_refused() -> None:
             loss(torch.zeros(2, 1, 4, 4), torch.zeros(2, 4, 4))
     with pytest.raises(InputError, match="targets"):
         dice_loss(torch.zeros(2, 3, 4, 4), torch.zeros(2, 1, 4, 4, dtype=torch.int64))
-
-
-def test_from_masks_is_refused_outside_of_recipes() -> None:
-    with pytest.raises(InputError, match="foreground_weight is 'from_masks'"):
-        bce_with_logits(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), foreground_weight="from_masks")  # type: ignore[arg-type]

@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 from helpers.mask_data import draw_images, logged
-from helpers.system import answer, events, here, state_of, tree, weights
-from samestep.config import NamedConfig, RunOptions
-from samestep.distributed.world import World
+from helpers.system import events, here, tree, weights
+from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, RecipeError
 from samestep.launcher.launch import launch
 from samestep.recipes.builder import MODELS, find
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.run import evaluate
-from samestep.zoo.masks import resolve_foreground_weight
 from samestep.zoo.models import UNet, unet_resnet34, unet_resnet101, unet_vgg16
 from samestep.zoo.segmentation import load_segmentation
 
@@ -59,8 +56,6 @@ def test_weights_are_equal_on_one_and_three_processes(cells: Path, tmp_path: Pat
     assert weights(one) == weights(three)
     assert weights(one, "best") == weights(three, "best")
     assert logged(one) == logged(three)
-    note = events(one, "note")[0]
-    assert note["text"].startswith("foreground weight ")
     assert [event["samples"] for event in events(one, "evaluation")] == [4, 4]
     for event in events(one, "evaluation"):
         assert event["iou"] == pytest.approx(event["dice"] / (2 - event["dice"]), rel=1e-12)
@@ -71,7 +66,7 @@ def test_weights_are_equal_on_one_and_three_processes(cells: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("loss.name=dice_plus", "data.options.fit=crop", "schedule.step_epochs=1"),
+        ("loss.name=bce_with_logits", "data.options.fit=crop", "schedule.step_epochs=1"),
         pytest.param(
             ("model.name=unet_resnet34", "model.options={}", "data.options.image_size=64", "epochs=1"),
             marks=pytest.mark.long,
@@ -113,8 +108,6 @@ def test_bad_files_are_skipped(cells: Path, tmp_path: Path) -> None:
         ("training", 2),
         ("evaluation", 1),
     ]
-    note = events(one, "note")[0]
-    assert note["text"].endswith(" % of the training masks is foreground; 1 masks cannot be used")
 
 
 @pytest.mark.slow
@@ -124,7 +117,7 @@ def test_overlays_have_the_positions_of_their_samples(cells: Path, tmp_path: Pat
     save_file(UNet(1, width=4).state_dict(), file)
     data = draw_images(tmp_path / "data", 20)
     overrides = (f"data.options.path={cells}", f"data.options.evaluation_path={data}", "data.bad_samples=skip")
-    recipe = load_recipe("segmentation", [*SMALL, "loss.options.foreground_weight=1", *overrides])
+    recipe = load_recipe("segmentation", [*SMALL, *overrides])
     reports = {}
     for processes, bad in ((1, None), (1, 2), (3, 2)):
         if bad is not None:
@@ -138,56 +131,6 @@ def test_overlays_have_the_positions_of_their_samples(cells: Path, tmp_path: Pat
     assert list(complete) == [f"sample-{number:06}.png" for number in range(16)]
     del complete["sample-000002.png"]
     assert complete == reports[1, 2] == reports[3, 2]
-
-
-# --- foreground ------------------------------------------------------------------------------------------
-
-
-def test_foreground_weight_is_the_ratio_of_all_training_masks(cells: Path, alone: World) -> None:
-    splits = load_segmentation(str(cells))
-    loss = NamedConfig(name="bce_with_logits", options={"foreground_weight": "from_masks"})
-    weighted, [note] = resolve_foreground_weight(loss, splits, "stop", alone)
-    counts = [splits.count_foreground(index) for index in range(21)]  # type: ignore[misc]
-    background, foreground = (sum(column) for column in zip(*counts, strict=True))
-    assert weighted.options["foreground_weight"] == background / foreground
-    assert loss.options == {"foreground_weight": "from_masks"}
-    assert note.startswith(f"foreground weight {background / foreground:.6g}: ")
-
-
-@pytest.mark.slow
-def test_later_starts_and_evaluations_use_the_weight_of_the_first_start(
-    capsys: pytest.CaptureFixture[str], cells: Path, tmp_path: Path
-) -> None:
-    data = draw_images(tmp_path / "data", 10)
-    command = ("train", *arguments(data, f"data.options.evaluation_path={cells}", "epochs=1"), "--workers", 0)
-    command += ("--name", "weighted", "--runs", tmp_path)
-    assert here(*command, cwd=tmp_path) == EXIT_DONE
-    run = tmp_path / "weighted"
-    weight = state_of(run)["recipe"]["loss"]["options"]["foreground_weight"]
-    assert weight > 1
-    evaluations = []
-    for is_inverted in (False, True):
-        if is_inverted:
-            for mask in (data / "masks").iterdir():
-                Image.eval(Image.open(mask), lambda value: 255 - value).save(mask)
-        capsys.readouterr()
-        assert here("eval", run, "--json", cwd=tmp_path) == EXIT_DONE
-        evaluations.append(answer(capsys)["loss"])
-    assert evaluations[0] == evaluations[1]
-    assert here(*command, "--or-resume", cwd=tmp_path) == EXIT_DONE
-    assert here("resume", run, "epochs=2", "--workers", 0, cwd=tmp_path) == EXIT_DONE
-    assert state_of(run)["recipe"]["loss"]["options"]["foreground_weight"] == weight
-
-
-def test_foreground_weight_without_foreground_or_binary_masks_is_refused(tmp_path: Path, alone: World) -> None:
-    loss = NamedConfig(name="bce_with_logits", options={"foreground_weight": "from_masks"})
-    data = draw_images(tmp_path / "several", 4, classes=2)
-    with pytest.raises(RecipeError, match="no foreground"):
-        resolve_foreground_weight(loss, load_segmentation(str(data), classes=["a", "b", "c"]), "stop", alone)
-    with pytest.raises(RecipeError, match="no foreground"):
-        resolve_foreground_weight(
-            loss, load_segmentation(str(data), mask_values=[0, 5], ignore_values=[1, 2]), "stop", alone
-        )
 
 
 # --- models ----------------------------------------------------------------------------------------------

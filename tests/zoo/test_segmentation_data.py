@@ -212,7 +212,6 @@ def test_targets_of_binary_and_class_masks(cells: Path, tmp_path: Path) -> None:
     several = draw_images(tmp_path / "several", 6, classes=2)
     splits = load_segmentation(str(several), classes=["ground", "small", "large"], image_size=32)
     assert splits.classes == ("ground", "small", "large")
-    assert splits.count_foreground is None
     _, target = splits.evaluation[0]
     assert (target.shape, target.dtype) == ((32, 32), torch.int64)
     assert set(target.unique().tolist()) <= {0, 1, 2}

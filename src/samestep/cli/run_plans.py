@@ -18,7 +18,6 @@ from samestep.recipes.recipe_files import (
     make_recipe,
     read_recipe,
     recipe_data,
-    with_saved_weight,
 )
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP, not_a_run
@@ -92,7 +91,7 @@ def plan_from_checkpoint(
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
     progress = read_state(checkpoint).progress
     origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
-    recipe = with_saved_weight(_read_recipe(folder, overrides, trust=trust, origin=origin), origin)
+    recipe = _read_recipe(folder, overrides, trust=trust, origin=origin)
     # A run can be resumed with another strategy, and with more epochs or another early stop: steps
     # before the checkpoint do not depend on them.
     free = {"strategy": None, "epochs": None, "stop": None}
@@ -112,7 +111,7 @@ def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
         recipe = replace(recipe, microbatches=plan.recipe.microbatches)
     _require_equal(
         recipe_data(plan.recipe),
-        recipe_data(with_saved_weight(recipe, plan.recipe)),
+        recipe_data(recipe),
         f"the recipe differs from the recipe of the run {plan.folder}",
         "another --name for a new run, or undo the change",
     )

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.checkpoint.store import CheckpointFolder
 from samestep.cli.launch_options import (
     FaultOptions,
     LoaderOptions,
@@ -63,11 +63,9 @@ from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_enough_microbatches
 from samestep.recipes.recipe_files import (
     load_recipe,
-    make_recipe,
     recipe_data,
     recipe_with_origins,
     require_paths,
-    with_saved_weight,
     write_recipe,
 )
 from samestep.recipes.settings import annotated, recipe_schema
@@ -262,13 +260,10 @@ class TrainingOptions(
             nonlocal plan
             held.require_in_place()  # not another run that has taken the path
             checkpoint = checkpoints.newest_valid()
-            recipe = plan.recipe
             step = 0
             if checkpoint is not None:
-                data = read_state(checkpoint).progress.recipe
-                recipe = with_saved_weight(recipe, make_recipe(data, (), origin=str(checkpoint)))
                 step = step_of(checkpoint)
-            plan = RunPlan(recipe, folder, checkpoint, step)
+            plan = RunPlan(plan.recipe, folder, checkpoint, step)
             return step
 
         try:

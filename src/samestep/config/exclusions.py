@@ -175,12 +175,6 @@ _USES = {
         "binary masks, which have a foreground",
         "remove the option",
     ),
-    "foreground_weight without foreground": (
-        "loss.options.foreground_weight is from_masks: {} background pixels, no foreground",
-        "binary masks with some foreground",
-        "for several classes: 'loss={{name: cross_entropy}}'; otherwise correct "
-        "data.options.mask_values",
-    ),
 }
 
 

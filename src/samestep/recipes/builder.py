@@ -59,7 +59,6 @@ from samestep.recipes.samples import IndexedCollate, indexed
 from samestep.recipes.training_step import Driver
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
-from samestep.zoo.masks import resolve_foreground_weight
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
 from samestep.zoo.splits import Splits
@@ -174,7 +173,6 @@ class Built:
     notes: list[str]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
     facts: dict[str, str]  # facts of the training data that a resumption compares
-    loss: NamedConfig  # with the foreground weight as a number
     evaluation_text: Callable[[int], str] | None  # text of a validation sample
     workers: int  # loader processes of a rank
 
@@ -202,9 +200,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     """Return the objects of a recipe, in the world of `start_world`. A collective operation."""
     recipe = recipe.with_microbatches()
     splits = _splits(recipe.data)
-    bad_samples = recipe.data.bad_samples
-    loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, bad_samples, world)
-    loss = RecipeLoss(_loss(loss_config))
+    loss = RecipeLoss(_loss(recipe.loss))
     _require_best(recipe)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
     model, notes = build_model(recipe, splits.classes, splits.model_options)
@@ -225,7 +221,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     model = _parallel_model(model, recipe, world)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
-    notes += [*apply_layer_decay(optimizer, recipe.optimizer), *weight_notes]
+    notes += apply_layer_decay(optimizer, recipe.optimizer)
     factor = schedule_factor(recipe.schedule, len(train), recipe.epochs)
     driver = Driver(
         model,
@@ -246,7 +242,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         notes=notes,
         dataset_info=DatasetInfo(splits.classes, splits.model_options),
         facts=splits.facts,
-        loss=loss_config,
         evaluation_text=splits.evaluation_text,
         workers=workers,
     )

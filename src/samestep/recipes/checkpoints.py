@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,7 @@ class RecipeCheckpoints(LoopCheckpoints):
     ) -> None:
         rule = BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics)
         super().__init__(folder, {"": built.driver}, {"": built.train}, {}, rule, self._log_saved)
-        # The weight of the foreground is a number there, as the masks can change.
-        self.recipe = recipe_data(replace(recipe, loss=built.loss))
+        self.recipe = recipe_data(recipe)
         self.skipped_steps = 0
         self.best_epoch = 0
         self._driver = built.driver

@@ -181,19 +181,6 @@ def update_recipe(path: Path, recipe: Recipe) -> None:
         write_recipe(replace(saved or recipe, epochs=recipe.epochs, stop=recipe.stop), path)
 
 
-def with_saved_weight(recipe: Recipe, saved: Recipe) -> Recipe:
-    """Return the recipe with the foreground weight of a checkpoint in place of `from_masks`.
-
-    The masks can have changed since the first step of the run, or be those of other data.
-    """
-    options = recipe.loss.options
-    key = "foreground_weight"
-    if options.get(key) != "from_masks" or recipe.loss.name != saved.loss.name:
-        return recipe
-    weight = saved.loss.options.get(key, options[key])
-    return replace(recipe, loss=replace(recipe.loss, options={**options, key: weight}))
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return the differences of two recipes in plain data, one line per key."""
     lines = []

@@ -1,8 +1,7 @@
-"""Pairs of images and masks, class numbers of mask values, and the weight of the foreground."""
+"""Pairs of images and masks, and class numbers of mask values."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,15 +13,12 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from samestep.config import BadSamples, NamedConfig
-from samestep.config.exclusions import excluded
 from samestep.data.sample_files import by_suffix, files_below
-from samestep.distributed.world import World, all_gather
-from samestep.errors import DataError, RecipeError
+from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, file_errors, open_image
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.options import require_path
-from samestep.zoo.splits import Splits, train_validation_split
+from samestep.zoo.splits import train_validation_split
 
 _Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Byte = Annotated[int, Field(ge=0, le=255)]
@@ -224,52 +220,3 @@ def as_target(numbers: torch.Tensor, *, is_binary: bool) -> torch.Tensor:
     if is_binary:
         return numbers.to(torch.float32).unsqueeze(0)
     return numbers.to(torch.int64)
-
-
-def resolve_foreground_weight(
-    loss: NamedConfig, splits: Splits, bad_samples: BadSamples, world: World
-) -> tuple[NamedConfig, tuple[str, ...]]:
-    """Return the loss with a number as `foreground_weight`, and a note. A collective operation.
-
-    The weight is the number of background pixels divided by the number of foreground pixels. Each
-    rank counts some of the masks; counts are integers, so their sums do not depend on the number of
-    ranks.
-
-    Raises:
-        RecipeError: the dataset has no binary masks, or they have no foreground.
-        DataError: a mask cannot be used and `bad_samples` is `stop`.
-    """
-    if loss.options.get("foreground_weight") != "from_masks":
-        return loss, ()
-    background, foreground, unusable = _count_pixels(splits, bad_samples, world)
-    if not foreground:
-        raise excluded("foreground_weight without foreground", background, error=RecipeError)
-    weight = background / foreground
-    share = 100 * foreground / (background + foreground)
-    left_out = f"; {unusable} masks cannot be used" if unusable else ""
-    text = f"{share:.3g} % of the training masks is foreground{left_out}"
-    note = f"foreground weight {weight:.6g}: {text}"
-    return replace(loss, options=dict(loss.options) | {"foreground_weight": weight}), (note,)
-
-
-def _count_pixels(splits: Splits, bad_samples: BadSamples, world: World) -> tuple[int, int, int]:
-    """Return background pixels, foreground pixels and unusable masks over all ranks."""
-    if splits.count_foreground is None:
-        return 0, 0, 0
-    background = foreground = 0
-    errors: list[int] = []
-    for index in range(world.rank, len(splits.train), world.size):
-        world.session.status.heartbeat()
-        try:
-            counts = splits.count_foreground(index)
-        except DataError:
-            errors.append(index)
-        else:
-            background += counts[0]
-            foreground += counts[1]
-    gathered = all_gather([background, foreground, errors], world)
-    unusable = sorted(index for _, _, indices in gathered for index in indices)
-    if unusable and bad_samples == "stop":
-        splits.count_foreground(unusable[0])  # raises the same error on every rank
-    background, foreground = (sum(counts[at] for counts in gathered) for at in (0, 1))
-    return background, foreground, len(unusable)

@@ -145,11 +145,6 @@ class MaskedImages:
         pixels, numbers = self._transform(image, mask)
         return pixels, as_target(numbers, is_binary=self._code.is_binary)
 
-    def count_foreground(self, index: int) -> tuple[int, int]:
-        """Return the numbers of background and foreground pixels of a binary mask file."""
-        numbers = read_mask(self._pairs[index].mask, self._code)
-        return int((numbers == 0).sum()), int((numbers == 1).sum())
-
 
 def load_segmentation(
     path: str,
@@ -171,14 +166,11 @@ def load_segmentation(
     code = validated(MaskCode, values)
     transforms = validated(MaskTransforms, options, loader=load_segmentation)
     pairs, evaluation_pairs = split_pairs(path, evaluation_path, evaluation_fraction, mask_suffix)
-    train = MaskedImages(pairs, code, transforms.train())
-    count_foreground = train.count_foreground if code.is_binary else None
     return Splits(
-        train=train,
+        train=MaskedImages(pairs, code, transforms.train()),
         evaluation=MaskedImages(evaluation_pairs, code, transforms.validation()),
         classes=code.names,
         reads_files=True,
-        count_foreground=count_foreground,
         fingerprint=fingerprint_of([pair.name for pair in pairs]),
     )
 

@@ -41,8 +41,6 @@ class Splits:
             of the recipe take precedence; options that the model does not have are ignored.
         count_tokens: function from a collated microbatch to the number of tokens without and with
             padding.
-        count_foreground: function from the index of a training sample to the numbers of background
-            and foreground pixels of its mask, for losses that weight foreground.
         fingerprint: hash of the names or contents of the training samples, which a resumption
             compares; empty for data that cannot change.
         evaluation_text: function from the index of a validation sample to its text, for reports.
@@ -58,7 +56,6 @@ class Splits:
     evaluation_lengths: Sequence[int] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
     count_tokens: Callable[[Any], tuple[int, int]] | None = None
-    count_foreground: Callable[[int], tuple[int, int]] | None = None
     fingerprint: str = ""
     evaluation_text: Callable[[int], str] | None = None
 
