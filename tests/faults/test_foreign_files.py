@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import struct
-import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 from helpers.surroundings import RecordFault, require_bounded
 from helpers.system import here
 from samestep.checkpoint.store import CheckpointFolder, verify
-from samestep.data.stream_formats import TarFiles, TokenFiles
+from samestep.data.stream_formats import TokenFiles
 from samestep.errors import InputError
 from samestep.loggers.logger import JsonlLogger
 from samestep.recipes.models import load_all
@@ -133,13 +132,6 @@ def _tensor_beyond_the_end(path: Path) -> None:
     path.with_suffix(".safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
 
 
-def _tar(path: Path, kind: bytes, size: int) -> None:
-    member = tarfile.TarInfo("a.bin")
-    member.type = kind
-    member.size = size
-    path.with_suffix(".tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
-
-
 def _read_weights(folder: Path) -> None:
     from torch import nn
 
@@ -154,18 +146,6 @@ def _read_tokens(folder: Path) -> None:
 LIES: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "a safetensors header of 2^60 bytes": (_safetensors, _read_weights),
     "a tensor that ends after its file": (_tensor_beyond_the_end, _read_weights),
-    "a member of a tar file of 1 TB": (
-        lambda path: _tar(path, tarfile.REGTYPE, 1 << 40),
-        lambda folder: TarFiles(str(folder)),
-    ),
-    "a header in a tar file of 1 TB": (
-        lambda path: _tar(path, tarfile.XHDTYPE, 1 << 40),
-        lambda folder: TarFiles(str(folder)),
-    ),
-    "a long name in a tar file of 1 TB": (
-        lambda path: _tar(path, tarfile.GNUTYPE_LONGNAME, 1 << 40),
-        lambda folder: TarFiles(str(folder)),
-    ),
     "a count of 2^31 tokens in a file of 8 bytes": (lambda path: None, _read_tokens),
 }
 

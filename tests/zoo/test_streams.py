@@ -1,6 +1,5 @@
 """Streams of recipes: samples of all formats and columns, and errors that name files and options."""
 
-import tarfile
 from collections.abc import Mapping
 from functools import partial
 from io import BytesIO
@@ -102,24 +101,15 @@ def test_images_are_those_of_other_datasets(tmp_path: Path) -> None:
     assert torch.equal(splits.evaluation[0][0], expected)
 
 
-def test_other_columns_and_formats(tmp_path: Path) -> None:
+def test_other_columns(tmp_path: Path) -> None:
     rows = {"photo": [{"bytes": encoded(), "path": "a"}], "kind": ["dog"], "other": [1]}
     (tmp_path / "table").mkdir()
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "table/a.parquet")
-    (tmp_path / "tars").mkdir()
-    with tarfile.open(tmp_path / "tars/a.tar", "w") as tar:
-        for name, data in (("x.png", encoded()), ("x.cls", b"1")):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, BytesIO(data))
-    by_table = load(str(tmp_path / "table"), image_column="photo", label_column="kind").evaluation[0]
-    by_tar = load(str(tmp_path / "tars"), format="webdataset", image_column="png", label_column="cls").evaluation[0]
-    assert torch.equal(by_table[0], by_tar[0])
-    assert by_table[1] == by_tar[1] == 1
-    for path, format in (("table", "parquet"), ("tars", "webdataset")):
-        with pytest.raises(DataError, match=r"no (column|label)|no encoded") as missing:
-            load(str(tmp_path / path), format=format, label_column="kind").evaluation[0]
-        assert missing.value.code == "E_UNKNOWN_NAME"
+    image, label = load(str(tmp_path / "table"), image_column="photo", label_column="kind").evaluation[0]
+    assert (image.shape, label) == ((3, 32, 32), 1)
+    with pytest.raises(DataError, match=r"no (column|label)|no encoded") as missing:
+        load(str(tmp_path / "table"), label_column="kind")
+    assert missing.value.code == "E_UNKNOWN_NAME"
 
 
 SAMPLES: Mapping[str, tuple[dict[str, Any], str]] = {

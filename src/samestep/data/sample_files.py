@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import struct
-import tarfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,6 @@ _CONTENT_ERRORS = (
     TypeError,
     EOFError,
     struct.error,
-    tarfile.TarError,
 )
 
 

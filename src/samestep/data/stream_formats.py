@@ -1,14 +1,12 @@
-"""Formats of the files of a stream: WebDataset tar files, Parquet, and tokens."""
+"""Formats of the files of a stream: Parquet, and tokens."""
 
 from __future__ import annotations
 
-import io
 import os
 import struct
-import tarfile
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal
 
 import numpy
 import torch
@@ -17,112 +15,10 @@ from samestep.config.validation import require_package
 from samestep.data.sample_files import Reader, SampleFiles
 from samestep.errors import DataError
 
-_CHUNK_BYTES = 1 << 20
 # Of the decoded row groups of a file: a window of a stream reads several in random order.
 _GROUP_BYTES = 1 << 27
 _HEADER = struct.Struct("<256i")  # magic number, version, number of tokens
 _HEADERS = {20240520: "uint16", 20240801: "uint32"}  # of llm.c: GPT-2 and Llama 3
-
-
-class TarFiles(SampleFiles):
-    """Samples of WebDataset tar files (https://github.com/webdataset/webdataset).
-
-    A sample is a dictionary with the bytes of each extension, and the common name as `__key__`. The
-    headers of a file are read when it is opened.
-
-    Args:
-        address: folder with files `*.tar`; see `SampleFiles`.
-
-    Raises:
-        DataError: there are no such files, or one is damaged.
-    """
-
-    def __init__(self, address: str) -> None:
-        super().__init__(address, ".tar")
-
-    def reader(self, file: IO[bytes], name: str) -> Reader:
-        """Return the reader of a file with the positions of its members."""
-        return _TarReader(file)
-
-
-class _Member(NamedTuple):
-    """Position of one file in a tar file."""
-
-    offset: int
-    size: int
-
-
-class _Headers(io.BytesIO):
-    """A file of which `tarfile` reads no more than it has: a header can state any size."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__()
-        self._size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        self._file = file
-        self.seek = file.seek  # type: ignore[method-assign]
-        self.tell = file.tell  # type: ignore[method-assign]
-
-    def read(self, size: int | None = None, /) -> bytes:
-        """Return at most `size` bytes."""
-        rest = max(0, self._size - self._file.tell())
-        if size is not None:
-            rest = min(size, rest)
-        return self._file.read(rest)
-
-
-class _TarReader(Reader):
-    """Samples of one tar file.
-
-    Raises:
-        ValueError: the file ends early, is more than one archive, or a sample has two files of one
-            extension.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-        self._samples: list[tuple[str, dict[str, _Member]]] = []  # keys, and members by extension
-        with tarfile.open(fileobj=_Headers(file), mode="r:") as tar:
-            last = "its start"
-            for entry in tar:
-                last = entry.name
-                if entry.isreg():
-                    self._add(entry)
-            end = tar.offset
-        # `tarfile` ends at any invalid header without an error.
-        file.seek(end)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            problem = "begins neither a file nor the end of the archive"
-            raise ValueError(f"byte {end:,}, after {last}, {problem}")
-        while chunk := file.read(_CHUNK_BYTES):
-            if chunk.strip(b"\0"):
-                problem = f"data follow the end of the archive at byte {end:,}"
-                raise ValueError(f"{problem}, such as a second archive")
-
-    def _add(self, entry: tarfile.TarInfo) -> None:
-        """Add a file to its sample: files in sequence with one name up to the first dot."""
-        folder, slash, last = entry.name.rpartition("/")
-        stem, _, extension = last.partition(".")
-        if not stem or not extension or entry.name.startswith("__"):
-            return
-        key = f"{folder}{slash}{stem}"
-        extension = extension.lower()
-        if not self._samples or self._samples[-1][0] != key:
-            self._samples.append((key, {}))
-        members = self._samples[-1][1]
-        if extension in members:
-            raise ValueError(f"{entry.name} is the second file .{extension} of its sample")
-        members[extension] = _Member(entry.offset_data, entry.size)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]:
-        key, members = self._samples[index]
-        sample: dict[str, Any] = {"__key__": key}
-        for extension, member in members.items():
-            sample[extension] = self.bytes_at(member.offset, member.size)
-        return sample
 
 
 class ParquetFiles(SampleFiles):

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
-from samestep.data.sample_files import SampleFiles, by_suffix, files_below, fingerprint_of
-from samestep.data.stream_formats import ParquetFiles, TarFiles
+from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
+from samestep.data.stream_formats import ParquetFiles
 from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
@@ -22,14 +22,12 @@ from samestep.zoo.labels import ClassLabels, Row, class_names, label_text, read_
 from samestep.zoo.options import (
     import_optional,
     require_count,
-    require_option,
     require_path,
     unusable,
 )
 from samestep.zoo.splits import ConvertedSource, Splits, Task, top_classes, train_validation_split
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
-Format = Literal["webdataset", "parquet"]
 
 
 class Sample(NamedTuple):
@@ -333,13 +331,12 @@ def load_stream_images(
     *,
     evaluation_path: str,
     classes: int | Sequence[str],
-    format: Format = "parquet",
     image_column: str = "image",
     label_column: str = "label",
     window: int = DEFAULT_WINDOW,
     **options: Any,
 ) -> Splits:
-    """Return the images of sample files, with the options of `docs/guides/streams.md`.
+    """Return the images of Parquet files, with the options of `docs/guides/streams.md`.
 
     The column of images has encoded images as bytes, or mappings with the key `bytes`; that of
     labels has class numbers or names, also as bytes. The other options are fields of
@@ -350,21 +347,14 @@ def load_stream_images(
     """
     transforms = image_transforms(options, load_stream_images)
     require_count("window", window, 1, DEFAULT_WINDOW)
-    formats = get_args(Format)
-    require_option("format", format, format in formats, "webdataset or parquet", "parquet")
     columns = (image_column, label_column)
     if isinstance(classes, int):
         classes = [str(number) for number in range(classes)]
     names = class_names(classes)
 
     def source(address: str, transform: Transform) -> ConvertedSource:
-        files: SampleFiles
-        if format == "webdataset":
-            files = TarFiles(address)
-        else:
-            files = ParquetFiles(address, columns)
         sample = _StreamSample(columns, ClassLabels(names), transform)
-        return ConvertedSource(files, sample)
+        return ConvertedSource(ParquetFiles(address, columns), sample)
 
     return transforms.splits(
         StreamDataset(source(path, transforms.train()), window=window),

@@ -1,15 +1,11 @@
 """Sources read the files of the libraries of their formats, and name files that are missing, truncated or changed."""
 
 import gc
-import json
 import os
 import pickle
-import shutil
 import sys
-import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +17,9 @@ import pytest
 import torch
 
 from samestep.data.sample_files import SampleFiles
-from samestep.data.stream_formats import ParquetFiles, TarFiles, TokenFiles
+from samestep.data.stream_formats import ParquetFiles, TokenFiles
 from samestep.errors import DataError, RecipeError, RunError
 
-WEBDATASET = Path(__file__).with_name("webdataset")  # written by webdataset 1.0.2
 COUNT = 10
 
 
@@ -35,11 +30,6 @@ def refused(code: str, *texts: str) -> Iterator[None]:
         yield
     assert caught.value.code == code
     assert all(text in caught.value.value for text in texts)
-
-
-def webdataset_sample(i: int) -> dict[str, Any]:
-    values = {"cls": str(i).encode(), "txt": f"text ä {i}".encode(), "seg.json": json.dumps({"k": i}).encode()}
-    return {"__key__": f"sub/{i:03d}", **values}
 
 
 def row(i: int) -> dict[str, Any]:
@@ -70,12 +60,10 @@ def token_row(i: int) -> torch.Tensor:
 
 
 OPEN: dict[str, Callable[[str], SampleFiles]] = {
-    "webdataset": TarFiles,
     "parquet": ParquetFiles,
     "tokens": token_files,
 }
 EXPECTED: dict[str, tuple[int, Callable[[int], Any]]] = {
-    "webdataset": (COUNT, webdataset_sample),
     "parquet": (COUNT, row),
     "tokens": (6, token_row),
 }
@@ -84,8 +72,6 @@ EXPECTED: dict[str, tuple[int, Callable[[int], Any]]] = {
 def write(name: str, folder: Path) -> None:
     if name == "tokens":
         tokens(folder)
-    elif name == "webdataset":
-        shutil.copytree(WEBDATASET, folder)
     else:
         tables(folder)
 
@@ -211,56 +197,6 @@ def test_file_with_another_number_of_samples_is_named(name: str, tmp_path: Path)
     with refused("E_FILE_CHANGED", source.names[-1]):
         source.read(len(source.names) - 1, 0)
     source.close()
-
-
-def tar_of(*names: str, sizes: Sequence[int] | None = None) -> bytes:
-    """Return a tar file of members that occupy 1,024 bytes each, with padding to 10,240 bytes."""
-    file = BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for number, name in enumerate(names):
-            info = tarfile.TarInfo(name)
-            info.size = 300 if sizes is None else sizes[number]
-            tar.addfile(info, BytesIO(bytes([number + 1]) * info.size))
-    return file.getvalue()
-
-
-def flipped(data: bytes, place: int) -> bytes:
-    return data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]
-
-
-INTACT = tar_of("a.jpg", "a.cls", "b.jpg", "b.cls", "c.jpg", "c.cls")
-
-
-@pytest.mark.parametrize("size", [len(INTACT), 6 * 1024 + 1024, 6 * 1024 + 512])
-def test_tar_with_any_padding(size: int, tmp_path: Path) -> None:
-    assert len(INTACT) == 10_240
-    (tmp_path / "part.tar").write_bytes(INTACT[:size])
-    source = TarFiles(str(tmp_path))
-    assert source.sizes == [3]
-    assert source.read(0, 2) == {"__key__": "c", "jpg": bytes([5]) * 300, "cls": bytes([6]) * 300}
-    source.close()
-
-
-DAMAGED: dict[str, tuple[bytes, str]] = {
-    "a byte of a header has changed": (flipped(INTACT, 2 * 1024 + 10), "after a.cls"),
-    "a byte of the first header has changed": (flipped(INTACT, 10), "part.tar"),
-    "cut inside a header": (INTACT[: 2 * 1024 + 100], "after a.cls"),
-    "cut inside a member": (INTACT[: 5 * 1024 + 600], "part.tar"),
-    "cut between members": (INTACT[: 2 * 1024], "after a.cls"),
-    "cut before the end": (INTACT[: 6 * 1024], "after c.cls"),
-    "two archives": (INTACT + INTACT, "6,144"),
-    "two archives without padding": (INTACT[: 6 * 1024 + 512] + INTACT, "6,144"),
-    "equal names": (tar_of("x.jpg", "x.cls", "x.jpg", "x.cls", "y.jpg", "y.cls", "y.jpg", "y.cls"), "x.jpg"),
-    "equal names but for the case": (tar_of("x.jpg", "y.jpg", "y.JPG"), "y.JPG"),
-}
-
-
-@pytest.mark.parametrize("fault", DAMAGED)
-def test_tar_that_would_lose_samples(fault: str, tmp_path: Path) -> None:
-    data, cause = DAMAGED[fault]
-    (tmp_path / "part.tar").write_bytes(data)
-    with refused("E_UNREADABLE", "part.tar", cause):
-        TarFiles(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
