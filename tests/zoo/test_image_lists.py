@@ -1,4 +1,4 @@
-"""Images of lists and of saved datasets."""
+"""Images of lists."""
 
 import csv
 from collections.abc import Sequence
@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers.image_kinds import encoded, plain
 from samestep.errors import DataError, InputError
-from samestep.zoo.images import LabeledImages, load_hub_images, load_image_list
+from samestep.zoo.images import LabeledImages, load_image_list
 
 ROWS = [(f"{number}.png", ("dog", "cat", "owl")[number % 3]) for number in range(12)]
 SMALL: dict[str, Any] = {"image_size": 8}
@@ -124,79 +123,3 @@ def test_invalid_options_are_refused(options: dict[str, Any], code: str, folder:
     with pytest.raises(InputError) as error:
         load_image_list(write_list(folder / "list.csv", ROWS), **options)
     assert error.value.code == code
-
-
-# --- saved datasets --------------------------------------------------------------------------------------
-
-
-def save(folder: Path, splits: Sequence[str], label: str = "classes", bad: dict[int, Any] | None = None) -> str:
-    """Save a dataset of red and grey images; `bad` replaces rows."""
-    import datasets
-    import tqdm
-
-    tqdm.tqdm.monitor_interval = 0  # else the first progress bar starts a thread
-
-    def rows(shift: int) -> dict[str, list[Any]]:
-        made = [
-            {"image": {"bytes": encoded(plain((9 + n, 9)), "PNG"), "path": None}, "label": (n + shift) % 2}
-            for n in range(10)
-        ]
-        for place, row in (bad or {}).items():
-            made[place] = {**made[place], **row}
-        names = ["red", "grey"]
-        if label == "text":
-            made = [{**row, "label": names[row["label"]]} for row in made]
-        return {key: [row[key] for row in made] for key in ("image", "label")}
-
-    kinds = {"classes": datasets.ClassLabel(names=["red", "grey"]), "text": datasets.Value("string")}
-    kinds["number"] = datasets.Value("float32")
-    features = datasets.Features({"image": datasets.Image(), "label": kinds[label]})
-    made = {split: datasets.Dataset.from_dict(rows(number), features=features) for number, split in enumerate(splits)}
-    whole = datasets.DatasetDict(made) if splits[0] else made[""]
-    whole.save_to_disk(str(folder))
-    return str(folder)
-
-
-def test_saved_splits_are_used(tmp_path: Path) -> None:
-    splits = load_hub_images(save(tmp_path / "a", ["train", "validation", "test"]), **SMALL)
-    assert (splits.classes, len(splits.train), len(splits.evaluation)) == (("red", "grey"), 10, 10)
-    assert [splits.train[place][1] for place in range(3)] == [0, 1, 0]
-    assert [splits.evaluation[place][1] for place in range(3)] == [1, 0, 1]
-    assert splits.train[0][0].shape == (3, 8, 8)
-    assert splits.reads_files
-
-
-def test_missing_split_or_column_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path / "a", ["train", "test"])
-    for options in ({}, {"evaluation_split": "test", "image_column": "label"}, {"train_split": "other"}):
-        with pytest.raises(DataError) as error:
-            load_hub_images(path, **options, **SMALL)
-        assert error.value.code == "E_UNREADABLE"
-    assert len(load_hub_images(path, evaluation_split="test", **SMALL).evaluation) == 10
-    assert len(load_hub_images(path, evaluation_split=None, **SMALL).train) < 10
-
-
-def test_bad_rows_are_reported(tmp_path: Path) -> None:
-    bad = {1: {"image": None}, 2: {"image": {"bytes": b"no image", "path": "x.jpg"}}, 3: {"label": -1}}
-    path = save(tmp_path / "a", ["train"], bad=bad)
-    train = load_hub_images(path, evaluation_split="train", **SMALL).train
-    message = {1: "row 1: no image", 2: r"row 2 \(x\.jpg\) cannot be read", 3: "row 3: its label is not a class"}
-    for place, text in message.items():
-        with pytest.raises(DataError, match=text):
-            train[place]
-    assert isinstance(train[0][0], torch.Tensor)
-
-
-def test_numbers_of_splits_are_those_of_their_own_names(tmp_path: Path) -> None:
-    import datasets  # takes seconds to import
-
-    images, splits = [plain(), plain()], {}
-    for split, names in (("train", ["cat", "dog"]), ("validation", ["dog", "cat"]), ("test", ["dog", "cat", "owl"])):
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-        splits[split] = datasets.Dataset.from_dict({"image": images, "label": ["cat", "dog"]}, features=features)
-    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "a"))
-    loaded = load_hub_images(str(tmp_path / "a"), **SMALL)
-    assert [loaded.train[place][1] for place in range(2)] == [0, 1]
-    assert [loaded.evaluation[place][1] for place in range(2)] == [0, 1]
-    other = load_hub_images(str(tmp_path / "a"), evaluation_split="test", **SMALL)
-    assert [other.evaluation[place][1] for place in range(2)] == [0, 1]

@@ -1,4 +1,4 @@
-"""Images for classification: class folders, lists, datasets of Hugging Face, and streams."""
+"""Images for classification: class folders, lists, and streams."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.image_transforms import ImageTransforms, Transform, image_transforms
-from samestep.zoo.labels import ClassLabels, Row, class_names, label_text, read_table
+from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
 from samestep.zoo.options import (
-    import_optional,
     require_count,
     require_path,
     unusable,
@@ -31,12 +30,11 @@ _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "test
 
 
 class Sample(NamedTuple):
-    """One image. An unusable row of a list or a dataset raises its error on access."""
+    """One image. An unusable row of a list raises its error on access."""
 
-    source: Path | BytesIO
+    source: Path
     label: int | None  # class number; None for an unusable row
     error: DataError | None = None  # of an unusable row
-    name: str = ""  # of the image in errors; empty for its path
 
 
 class LabeledImages:
@@ -50,10 +48,10 @@ class LabeledImages:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        source, label, error, name = self.samples[index]
+        source, label, error = self.samples[index]
         if error is not None or label is None:
             raise error or _unusable("no label")
-        return self._transform(read_image(source, name)), label
+        return self._transform(read_image(source)), label
 
 
 def load_images(
@@ -219,111 +217,6 @@ def _invalid_classes(problem: str, fix: str) -> DataError:
 def _unusable(problem: str) -> DataError:
     expected = "an image and a label that is one of the classes"
     return unusable(problem, expected, "correct the row", "E_CLASSES")
-
-
-@dataclass(frozen=True)
-class HubSamples(Sequence[Sample]):
-    """Rows of a table with an encoded image and a label, read on access."""
-
-    table: Any  # table of `datasets`, without decoding of the image column
-    labels: Sequence[int | None]  # class number of each row, or None for an invalid label
-    rows: Sequence[int]  # numbers of the rows to use
-    name: str  # name of the table, for errors
-    column: str  # name of the image column
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        number = self.rows[index]
-        where = f"{self.name}, row {number}"
-        image = self.table[number][self.column] or {"bytes": None, "path": None}
-        if self.labels[number] is None:
-            return Sample(Path(), None, _unusable(f"{where}: its label is not a class"))
-        if image["bytes"] is None and image["path"] is None:
-            return Sample(Path(), None, _unusable(f"{where}: no image"))
-        source = Path(image["path"]) if image["bytes"] is None else BytesIO(image["bytes"])
-        return Sample(source, self.labels[number], name=f"{where} ({image['path']})")
-
-
-def load_hub_images(
-    path: str,
-    *,
-    train_split: str = "train",
-    evaluation_split: str | None = "validation",
-    evaluation_fraction: float = 0.2,
-    image_column: str = "image",
-    label_column: str = "label",
-    **options: Any,
-) -> Splits:
-    """Return the images of a dataset written by `save_to_disk`.
-
-    For a dataset without splits, or if `evaluation_split` is None, the fraction
-    `evaluation_fraction` of the rows is split off by their numbers. The image column has the type
-    `datasets.Image`, the label column `datasets.ClassLabel` or text. The other options are fields
-    of `ImageTransforms`.
-
-    Raises:
-        InputError: the dataset, a split or a column is missing, or an option is invalid.
-    """
-    transforms = image_transforms(options, load_hub_images)
-    table, names, labels = _hub_table(path, train_split, image_column, label_column)
-    classes = class_names(names)
-    numbers = {name: number for number, name in enumerate(classes)}
-    class_numbers = [numbers.get(label) for label in labels]
-    rows: Sequence[int] = range(len(labels))
-    if evaluation_split is None or not (Path(path) / "dataset_dict.json").exists():
-        keys = [str(number) for number in rows]
-        rows, others = train_validation_split(
-            keys, evaluation_fraction, unit="image", labels=class_numbers, classes=classes
-        )
-        name = f"{path}/{train_split}"
-        validation = HubSamples(table, class_numbers, others, name, image_column)
-    else:
-        other, _, labels = _hub_table(path, evaluation_split, image_column, label_column)
-        name = f"{path}/{evaluation_split}"
-        other_numbers = [numbers.get(label) for label in labels]
-        validation = HubSamples(other, other_numbers, range(len(labels)), name, image_column)
-    train = HubSamples(table, class_numbers, rows, f"{path}/{train_split}", image_column)
-    return transforms.splits(
-        LabeledImages(train, transforms.train()),
-        LabeledImages(validation, transforms.validation()),
-        classes,
-        fingerprint=fingerprint_of([str(class_numbers[row]) for row in rows]),
-    )
-
-
-def _hub_table(
-    path: str, split: str, image_column: str, label_column: str
-) -> tuple[Any, list[str], list[str]]:
-    """Return a split, its class names and the label of each row."""
-    datasets = import_optional("datasets", "data.name hub_images")
-    require_path(Path(path), "folder", "data.options.path is a folder written by save_to_disk")
-    try:
-        table = datasets.load_from_disk(path)
-        if isinstance(table, Mapping):
-            table = table[split]
-        feature = table.features[label_column]
-        if not isinstance(table.features[image_column], datasets.Image):
-            raise TypeError(f"the column {image_column} is {table.features[image_column]}")
-        # Images are decoded on access, for better errors.
-        table = table.cast_column(image_column, datasets.Image(decode=False))
-        values = table[label_column]
-    except Exception as error:  # damaged files raise exceptions of many types
-        raise DataError(
-            f"{path} cannot be read as a dataset: {type(error).__name__}: {error}",
-            expected=f"the split {split} with images in the column {image_column} and labels in "
-            f"{label_column}",
-            fix="set data.options.train_split, evaluation_split, image_column and label_column, or "
-            "save the data again",
-            code="E_UNREADABLE",
-        ) from error
-    names = list(getattr(feature, "names", ()))
-    if names:
-        known = dict(enumerate(names))
-        return table, names, [known.get(value, "") for value in values]
-    labels = [label_text(value) for value in values]
-    return table, sorted({*labels} - {""}), labels
 
 
 def load_stream_images(

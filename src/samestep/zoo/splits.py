@@ -177,8 +177,7 @@ def train_validation_split(
                 raise DataError(
                     f"{owner} only one {unit}: {ordered[0]}",
                     expected="at least one for training and one for validation",
-                    fix=f"add a {unit}, or set data.options.evaluation_path (evaluation_split for "
-                    "hub_images)",
+                    fix=f"add a {unit}, or set data.options.evaluation_path",
                     code="E_CLASSES",
                 )
             count = min(len(ordered) - 1, max(1, count))
