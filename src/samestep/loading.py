@@ -35,7 +35,6 @@ _LOADER_DEFAULTS: dict[str, Any] = {
     "in_order": True,
     "seed": None,
     "order": "auto",
-    "bad_samples": "stop",
     "lengths": None,
 }
 
@@ -56,8 +55,6 @@ def loader(
             `seed`: seed of order and random numbers, 0 if omitted; a `generator` gives its initial
                 seed.
             `order`: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory) or `auto`.
-            `bad_samples`: `stop` raises the `DataError` of an unusable sample, `skip` leaves the
-                sample out.
             `lengths`: one length per sample; samples of similar length share a batch, to reduce
                 padding.
             A sampler can also be a function of (seed, epoch) that returns indices. It is drawn once

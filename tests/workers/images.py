@@ -11,10 +11,10 @@ from torch.nn import functional
 import samestep
 from helpers.models import digest, seeded
 from samestep.config import Recipe, RunOptions
-from samestep.data.whole_batches import WholeBatches
-from samestep.distributed.world import World, all_gather
+from samestep.distributed.world import all_gather
 from samestep.errors import DataError
 from samestep.recipes.builder import build, start_world
+from samestep.recipes.samples import IndexedCollate, indexed
 from samestep.zoo.images import load_image_list, load_images
 from samestep.zoo.splits import Splits
 
@@ -35,13 +35,13 @@ def outcomes(paths: Sequence[Path]) -> list[Outcome]:
 
     With `stop`, the messages of the errors; with `skip`, the hash of the weights and the skipped samples.
     """
-    world = samestep.init(device="cpu", reduction="exact")
-    return [_outcome(path, world) for path in paths]
+    samestep.init(device="cpu", reduction="exact")
+    return [_outcome(path) for path in paths]
 
 
-def _outcome(path: Path, world: World) -> Outcome:
+def _outcome(path: Path) -> Outcome:
     splits = (load_images if path.is_dir() else load_image_list)(str(path), image_size=8, evaluation_fraction=0.4)
-    return {"stop": _messages(splits), "skip": _trained(splits, world)}
+    return {"stop": _messages(splits), "skip": _trained(splits)}
 
 
 def _messages(splits: Splits) -> list[str]:
@@ -55,22 +55,24 @@ def _messages(splits: Splits) -> list[str]:
     return sorted(messages)
 
 
-def _trained(splits: Splits, world: World) -> dict[str, object]:
-    train, evaluation = (samestep.loader(data, BATCH, bad_samples="skip") for data in (splits.train, splits.evaluation))
+def _trained(splits: Splits) -> dict[str, object]:
+    train, evaluation = (
+        samestep.loader(indexed(data, skips=True), BATCH, collate_fn=IndexedCollate(splits.collate))
+        for data in (splits.train, splits.evaluation)
+    )
     model = samestep.parallel(seeded(0, Net, dtype=torch.float32), reduction="exact", microbatches=MICROBATCHES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    left_out: list[str] = []
     for _ in range(2):
-        for images, targets in train:
-            optimizer.zero_grad()
-            functional.cross_entropy(model(images), targets).backward()
-            optimizer.step()
-    for _ in evaluation:
-        pass
-    return {"weights": digest(model), "left_out": [_skipped(batches, world) for batches in (train, evaluation)]}
-
-
-def _skipped(batches: WholeBatches, world: World) -> list[str]:
-    return sorted(text for texts in all_gather(batches.skipped, world) for text in texts)
+        for batch in train:
+            left_out += batch.skipped
+            if batch.data is not None:
+                images, targets = batch.data
+                optimizer.zero_grad()
+                functional.cross_entropy(model(images), targets).backward()
+                optimizer.step()
+    of_evaluation = [text for batch in evaluation for text in batch.skipped]
+    return {"weights": digest(model), "left_out": [sorted(left_out), sorted(of_evaluation)]}
 
 
 def built(recipe: Recipe) -> list[tuple[str, tuple[str, ...]]]:

@@ -104,9 +104,7 @@ class OwnRows:
         ranks: the ranks, or None on one process.
         seed: seed of the samples' random numbers; None for torch's base seed of an iteration.
         epoch: number of the epoch of the next iteration, with a seed.
-        skips: samples that raise `DataError` are left out.
         leaves_out: number of batches at the start of an iteration that are not read.
-        skipped: error lines of the samples that were left out on this rank.
         samples: number of samples that this rank has read (`read`), and of those of whole batches
             (`needed`).
         decisions: decisions of the first batches of loaders, by key.
@@ -118,9 +116,7 @@ class OwnRows:
     ranks: BatchRanks | None
     seed: int | None = None
     epoch: int = 0
-    skips: bool = False
     leaves_out: int = 0
-    skipped: list[str] = field(default_factory=list)
     samples: Counter[str] = field(default_factory=Counter)
     decisions: MutableMapping[Hashable, Decision] = field(default_factory=dict)
     key: Hashable = None
@@ -162,11 +158,7 @@ def own_iterator(loader: DataLoader[Any], state: OwnRows) -> _BaseDataLoaderIter
 
 
 class _OwnRowsIterator(_BaseDataLoaderIter):
-    """Part of both iterators, which torch initializes before it makes fetchers or workers.
-
-    Attributes:
-        left_out: number of batches without a usable sample.
-    """
+    """Part of both iterators, which torch initializes before it makes fetchers or workers."""
 
     state: OwnRows
 
@@ -184,7 +176,6 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             self._reader = CheckingReader(
                 self._dataset,
                 self._collate_fn,
-                skips=self.state.skips,
                 sets_epoch=self.state.seed is not None,
             )
             self._dataset = self._reader
@@ -206,7 +197,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
     def _begin(self) -> None:
         # The requests of whole batches, of which each rank requests its own rows.
         self._pending: deque[Request] = deque()
-        self._held = self.left_out = 0
+        self._held = 0
         self._drawn: Counter[Any] = Counter()
         if self.state.seed is None:
             self._seed = int(self._base_seed)
@@ -260,9 +251,6 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         pending = self._pending.popleft()
         batch = self._completed(pending, reading)
         self._release()
-        if batch is None and self.state.skips:  # no sample of the batch is usable
-            self.left_out += 1
-            return next(self)
         return batch
 
     def _release(self) -> None:
@@ -274,9 +262,6 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         ranks = state.ranks
         how = pending.how
         state.samples.update(read=reading.samples, needed=len(pending.indices))
-        if how == "own" or ranks is None or ranks.rank == 0:
-            # The other ranks have left out the same samples of a batch that is read whole.
-            state.skipped += reading.skipped
         if ranks is None or not ranks.can_send():
             return self._completed_alone(pending, reading)
         leaves: Leaves = []

@@ -84,7 +84,8 @@ class CheckingReader(SampleReader):
         begin = ReadState(self.dataset, self._collate)
         states = self._states()
         if not request.draws:
-            read = self._unseeded(request)
+            samples = self._plain(request.indices)
+            read = Samples(samples, [False] * len(samples))
         elif self._reads_apart(request):
             read = self._one_by_one(request, seeds=True, watches=True)
         else:
@@ -93,7 +94,7 @@ class CheckingReader(SampleReader):
         draws = self._states() != states or bool(generators)
         # A generator that a read has made cannot be seeded for the first sample.
         has_made = not self.generators.are(generators)
-        has_others = len(read.positions) != len(read.samples)  # of the data set's choice
+        has_others = len(request.indices) != len(read.samples)  # of the data set's choice
         if has_made or has_others or not self._are_repeated(request, read, begin):
             return None, draws
         return read, draws
@@ -117,7 +118,7 @@ class CheckingReader(SampleReader):
             return None
         if draws:
             return Decision("whole", draws=True, reason=COLLATE_DRAWS, probe=probe)
-        plan = self._plan_of(first, samples, is_part=bool(read.skipped))
+        plan = self._plan_of(first, samples)
         # After parts: the function can write each batch into the same memory.
         last = self._collated(request, samples)
         if not comparable(again, last) or ReadState(self._collate).differs(end):
@@ -128,7 +129,7 @@ class CheckingReader(SampleReader):
 
     def _reads_apart(self, request: Request) -> bool:
         """Whether `__getitems__` reads a sample as it does in a batch, with the same draws."""
-        if self._skips or not hasattr(self.dataset, "__getitems__"):
+        if not hasattr(self.dataset, "__getitems__"):
             return True
         first = []
         for indices in (request.indices, request.indices[:1]):
@@ -153,11 +154,10 @@ class CheckingReader(SampleReader):
         if not end.differs(begin) and not request.draws:
             numbers = [last // 2, 0, last]
         for number in numbers:
-            position = read.positions[number]
             if request.draws:
-                self._seed("sample", request, position)
+                self._seed("sample", request, number)
             before = self._states()
-            again = self._plain([request.indices[position]])
+            again = self._plain([request.indices[number]])
             # A cache of augmented samples draws in the first read only: samples are those of
             # the epoch in which this process has read them first.
             has_drawn = self._states() != before
@@ -165,12 +165,13 @@ class CheckingReader(SampleReader):
                 return False
         return not ReadState(self.dataset, self._collate).differs(end)
 
-    def _plan_of(self, data: Any, samples: list[Any], *, is_part: bool) -> Plan | None:
+    def _plan_of(self, data: Any, samples: list[Any]) -> Plan | None:
         """Return how a batch is put together from collated parts; None if it is not."""
         # A padding collate function can agree in slices by chance: also each sample alone.
-        ways = [[(position, position + 1) for position in range(len(samples))]]
-        if not is_part:
-            ways.insert(0, microbatch_bounds(len(samples), min(_SLICES, len(samples))))
+        ways = [
+            microbatch_bounds(len(samples), min(_SLICES, len(samples))),
+            [(position, position + 1) for position in range(len(samples))],
+        ]
         plan = None
         for bounds in ways:
             try:
@@ -223,15 +224,15 @@ def _probe(request: Request, read: Samples) -> dict[str, Any]:
     repeats = request.repeats or [0] * len(request.indices)
     numbers = [
         number
-        for number, position in enumerate(read.positions)
-        if type(request.indices[position]) in (int, str) and not repeats[position]
+        for number in range(len(read.samples))
+        if type(request.indices[number]) in (int, str) and not repeats[number]
     ]
     numbers = numbers[:: max(1, len(numbers) // _PROBES)]
     return {
         "seed": request.seed,
         "epoch": request.epoch,
         "draws": request.draws,
-        "indices": [request.indices[read.positions[number]] for number in numbers],
+        "indices": [request.indices[number] for number in numbers],
         "hashes": [content_of(read.samples[number]) for number in numbers],
     }
 

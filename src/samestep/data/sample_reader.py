@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from operator import length_hint
@@ -78,11 +78,10 @@ class Reading(NamedTuple):
     """Result of a request; torch pins the tensors in it.
 
     Attributes:
-        data: collated samples; None after a failure, or without a usable sample.
+        data: collated samples; None after a failure, or without a sample.
         samples: number of samples in it.
         failure: the error of a sample, as an exception or as torch passes one from a worker.
         drew: a sample has drawn that was read without a seed of its own.
-        skipped: error lines of samples that were left out.
         decision: the decision of a checked batch.
     """
 
@@ -90,7 +89,6 @@ class Reading(NamedTuple):
     samples: int
     failure: Exception | ExceptionWrapper | None = None
     drew: bool = False
-    skipped: Sequence[str] = ()
     decision: Decision | None = None
 
 
@@ -99,14 +97,10 @@ class Samples(NamedTuple):
 
     Attributes:
         samples: the samples.
-        positions: their positions in the request.
-        skipped: error lines of others.
         drew: whether each sample has drawn random numbers, if that was watched.
     """
 
     samples: list[Any]
-    positions: Sequence[int]
-    skipped: list[str]
     drew: list[bool]
 
 
@@ -116,17 +110,13 @@ class SampleReader(Dataset[Any]):
     Args:
         dataset: the script's data set.
         collate: the script's collate function.
-        skips: samples that raise `DataError` are left out.
         sets_epoch: `set_epoch(epoch)` of the data set is called before reads, if it has such a
             method.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Collate, *, skips: bool = False, sets_epoch: bool = False
-    ) -> None:
+    def __init__(self, dataset: Any, collate: Collate, *, sets_epoch: bool = False) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._skips = skips
         self._sets_epoch = sets_epoch
         self._watched: WatchedGenerators | None = None
         self._own: OwnGenerators | None = None
@@ -172,7 +162,7 @@ class SampleReader(Dataset[Any]):
             with preserved_generators(), self.generators.preserved():
                 read = self._one_by_one(request, seeds=True)
                 data = self._collated(request, read.samples)
-            return Reading(data, len(read.samples), skipped=read.skipped)
+            return Reading(data, len(read.samples))
         if self._watched is None:
             self._watched = WatchedGenerators()
         with self._watched:
@@ -199,32 +189,18 @@ class SampleReader(Dataset[Any]):
             error.add_note(f"while loading sample {index} of the dataset")
             raise
 
-    def _unseeded(self, request: Request) -> Samples:
-        if self._skips:
-            return self._one_by_one(request, seeds=False)
-        samples = self._plain(request.indices)
-        return Samples(samples, range(len(request.indices)), [], [False] * len(samples))
-
     def _one_by_one(self, request: Request, *, seeds: bool, watches: bool = False) -> Samples:
         """Read each sample, with generators that are seeded by (seed, epoch, index, repeat)."""
-        read = Samples([], [], [], [])
-        positions = []
+        read = Samples([], [])
         for position, index in enumerate(request.indices):
             if seeds:
                 self._seed("sample", request, position)
             before = None
             if watches:
                 before = self._states()
-            try:
-                read.samples.extend(self._each([index]))
-            except DataError as error:
-                if not self._skips:
-                    raise
-                read.skipped.append(error.value)
-                continue
-            positions.append(position)
+            read.samples.extend(self._each([index]))
             read.drew.append(watches and self._states() != before)
-        return read._replace(positions=positions)
+        return read
 
     def _seed(self, purpose: Literal["sample", "collate"], request: Request, position: int) -> None:
         facts = [request.epoch, sample_number(request.indices[position])]
@@ -235,11 +211,11 @@ class SampleReader(Dataset[Any]):
         self.generators.seed(seed)
 
     def _read_plain(self, request: Request) -> Reading:
-        read = self._unseeded(request)
+        samples = self._plain(request.indices)
         data = None
-        if read.samples:
-            data = self._collate(read.samples)
-        return Reading(data, len(read.samples), skipped=read.skipped)
+        if samples:
+            data = self._collate(samples)
+        return Reading(data, len(samples))
 
     def _probed(self, request: Request) -> Reading:
         """Return hashes of samples, which are read in a copy of the process if that is possible."""

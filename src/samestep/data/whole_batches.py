@@ -51,7 +51,6 @@ class WholeBatches:
         order: order of the samples as a function of (seed, epoch); None for the order of torch's
             loader.
         ranks: returns the ranks that read together, or None; called by the first iteration.
-        skips: samples that raise `DataError` are left out.
         line: line of the script that made the loader; a loader that it makes again reads as the
             first one.
     """
@@ -62,7 +61,6 @@ class WholeBatches:
         order: EpochOrder | None,
         ranks: Callable[[], BatchRanks | None],
         *,
-        skips: bool = False,
         line: Hashable = None,
     ) -> None:
         self._line = line
@@ -71,7 +69,7 @@ class WholeBatches:
         self._loader._iterator = None
         self._order = order
         self._ranks = ranks
-        self._state = OwnRows(None, skips=skips)
+        self._state = OwnRows(None)
         self._has_ranks = False
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size or 1 if order is None else order.batch_size
@@ -90,11 +88,6 @@ class WholeBatches:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
-
-    @property
-    def skipped(self) -> list[str]:
-        """Error lines of the samples left out, once among all ranks; the caller clears the list."""
-        return self._state.skipped
 
     @property
     def cursor(self) -> Cursor:
@@ -214,8 +207,7 @@ class WholeBatches:
         samples = begin.samples
         every = _MANY if self._order is None else self._order.samples_of(begin.epoch)
         for number, batch in enumerate(started, start=1):
-            running = None if self._running is None else self._running()
-            samples = begin.samples + (number + getattr(running, "left_out", 0)) * self.batch_size
+            samples = begin.samples + number * self.batch_size
             if iteration == self._iterations:  # an older iteration beside a newer one moves nothing
                 self._cursor = Cursor(begin.epoch, samples)
                 if samples >= every:
@@ -312,7 +304,7 @@ def whole_batches(
     # torch draws a seed of workers, which must not change the script's generators.
     arguments["generator"] = torch.Generator()
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=order, **arguments)
-    return WholeBatches(loader, order, ranks, skips=options["bad_samples"] == "skip", line=line)
+    return WholeBatches(loader, order, ranks, line=line)
 
 
 _OF_TORCH = (

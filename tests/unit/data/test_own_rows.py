@@ -34,7 +34,6 @@ from samestep.data.batch import map_tensors
 from samestep.data.batch_plan import content_of, equal
 from samestep.data.own_rows import OwnRows, own_iterator
 from samestep.distributed.rng import seed_generators
-from samestep.errors import DataError
 from samestep.launcher.process_state import process_state
 from samestep.view.rows import gathered
 
@@ -397,23 +396,6 @@ def _failing(workers: int, dataset: Broken) -> list[Any]:
     return seen
 
 
-class Unusable(Points):
-    """Two samples in three batches cannot be used, and all of a fourth one."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        if index in (3, 17) or 24 <= index < 32:
-            raise DataError(f"sample {index} is empty")
-        return super().__getitem__(index)
-
-
-def _skipping(workers: int) -> list[Any]:
-    """Return the labels of batches without unusable samples, the position at the end, and the lines about them."""
-    batches = samestep.loader(Unusable("large"), BATCH, num_workers=workers, bad_samples="skip")
-    labels = [batch[1].tolist() for batch in batches]
-    lines = sorted({line for by_rank in samestep.all_gather(batches.skipped) for line in by_rank})
-    return [labels, [batches.cursor.epoch, batches.cursor.samples], len(lines)]
-
-
 class Unequal(Points):
     def __getitem__(self, index: int, /) -> Any:
         return index + process_state.world.rank  # type: ignore[union-attr]
@@ -481,7 +463,6 @@ def run(workers: int) -> dict[str, list[Any]]:
         "broken": lambda: _failing(workers, Broken(19)),
         "broken once": lambda: _failing(workers, Broken(22, process_state.world.size - 1, once=True)),  # type: ignore[union-attr]
         "broken on the last rank": lambda: _failing(workers, Broken(22, process_state.world.size - 1)),  # type: ignore[union-attr]
-        "skipping": lambda: _skipping(workers),
         "unequal": lambda: _error(lambda: _epochs(samestep.loader(Unequal(), BATCH), 1)),
         "other samples": lambda: _error(_other_samples),
         "made again": _made_again,
@@ -527,7 +508,7 @@ Found = dict[str, list[Any]]
 # Each check with workers starts eight processes.
 WITH_WORKERS = [
     *("tuple", "large", "late padding", "mixing at random", "drawing", "drawing rarely"),
-    *("shuffled", "weighted", "subclass", "single", "resumed", "skipping"),
+    *("shuffled", "weighted", "subclass", "single", "resumed"),
     *("broken", "broken once", "broken on the last rank"),
 ]
 
@@ -645,13 +626,6 @@ def test_end_of_an_iterator_in_a_sample_is_an_error(size: int, workers: int) -> 
 @settings("resumed")
 def test_order_of_torch_resumes_within_an_epoch(kind: str, size: int, workers: int) -> None:
     assert found(size, workers)[kind] == [[[0, 3 * BATCH], True]] * size
-
-
-@settings("skipping")
-def test_unusable_samples_are_left_out(kind: str, size: int, workers: int) -> None:
-    usable = [index for index in range(SAMPLES) if index not in (3, 17) and not 24 <= index < 32]
-    labels = [[index for index in usable if index // BATCH == batch] for batch in range(6) if batch != 3]
-    assert found(size, workers)[kind] == [[labels, [1, 0], 10]] * size
 
 
 @pytest.mark.parametrize(("size", "workers"), [(2, 0), (2, 2)])

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import samestep
 from samestep.data.whole_batches import WholeBatches
-from samestep.errors import DataError, InputError
+from samestep.errors import InputError
 from samestep.microbatches import Cursor
 from workers import sessions
 
@@ -25,14 +25,12 @@ def rows(batches: WholeBatches) -> list[list[float]]:
 
 
 class Mappings(Dataset[dict[str, Any]]):
-    """Samples with names and random numbers; one is unusable."""
+    """Samples with names and random numbers."""
 
     def __len__(self) -> int:
         return 6
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == 3:
-            raise DataError("sample 3")
         return {"number": index, "text": f"sample {index}", "random": random.random()}
 
 
@@ -47,11 +45,14 @@ def test_batches_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_mappings_and_unusable_samples(workers: int) -> None:
-    batches = samestep.loader(Mappings(), batch_size=2, bad_samples="skip", num_workers=workers)
-    got = list(batches)
-    assert [batch["text"] for batch in got] == [["sample 0", "sample 1"], ["sample 2"], ["sample 4", "sample 5"]]
-    other = list(samestep.loader(Mappings(), batch_size=3, bad_samples="skip"))
+def test_mappings(workers: int) -> None:
+    got = list(samestep.loader(Mappings(), batch_size=2, num_workers=workers))
+    assert [batch["text"] for batch in got] == [
+        ["sample 0", "sample 1"],
+        ["sample 2", "sample 3"],
+        ["sample 4", "sample 5"],
+    ]
+    other = list(samestep.loader(Mappings(), batch_size=3))
     numbers = [number for batch in got for number in batch["random"].tolist()]
     assert numbers == [number for batch in other for number in batch["random"].tolist()]
 
@@ -200,13 +201,6 @@ def test_samples_of_a_shared_generator_are_seeded_and_the_generator_is_left_alon
     assert torch.equal(first, torch.cat(list(samestep.loader(Owning(), 5))))
     assert rng.getstate() == state
     assert samestep.loader(Shared(), 4)._state.decision is None
-
-
-def test_unusable_samples_are_counted() -> None:
-    batches = samestep.loader(Mappings(), 2, bad_samples="skip")
-    assert [len(batch["text"]) for batch in batches] == [2, 1, 2]
-    assert len(batches.skipped) == 1
-    assert "sample 3" in batches.skipped[0]
 
 
 def test_stop_request_ends_a_loop_over_epochs_before_its_next_batch() -> None:
