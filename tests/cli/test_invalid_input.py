@@ -125,9 +125,9 @@ def test_name_that_is_too_long_for_a_file(refused: Refused, arguments: str) -> N
 
 @pytest.mark.parametrize("time", ["0s", "-5", "30 s", "nan", "5m30s", "9" * 400])
 def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
-    err = refused("train", "digits", f"--max-lost-work={time}")
-    assert f"--max-lost-work {time}" in err.splitlines()[0]
-    assert "--max-lost-work 30s" in err
+    err = refused("train", "digits", f"--grace={time}")
+    assert f"--grace {time}" in err.splitlines()[0]
+    assert "--grace 30s" in err
 
 
 USAGE = {

@@ -156,30 +156,3 @@ def test_stop_request_ends_an_evaluation_and_resume_repeats_it(
     assert final_events(run) == final_events(undisturbed)
     assert [event["epoch"] for event in events(run, "evaluation")] == [1, 2, 3]
     assert steps_saved(run) == steps_saved(undisturbed)
-
-
-# --- a bound on lost work ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_weights_do_not_depend_on_a_bound_on_lost_work(tmp_path: Path, undisturbed: Path, processes: int) -> None:
-    run = tmp_path / "runs" / "a"
-    arguments = ("--max-lost-work", "0.001s", "--processes", processes)
-    assert here("train", RECIPE, "--name", "a", *BLOCKING, *arguments, cwd=tmp_path) == 0
-    assert weights(run) == weights(undisturbed)
-    assert final_events(run) == final_events(undisturbed)
-    assert state_of(run) == state_of(undisturbed)
-    notes = [event["text"] for event in events(run, "note")]
-    assert [note for note in notes if "more than --max-lost-work allows" in note] == notes[-1:]
-    saved = [event["step"] for event in events(run, "checkpoint")]
-    assert set(saved) == set(range(1, 40))
-    assert [step for step in saved if saved.count(step) == 2] == [13, 13, 26, 26, 39, 39]  # before its evaluation too
-
-
-@pytest.mark.slow
-def test_a_large_bound_adds_no_saves(tmp_path: Path, undisturbed: Path) -> None:
-    run = tmp_path / "runs" / "a"
-    assert here("train", RECIPE, "--name", "a", *BLOCKING, "--max-lost-work", "1h", cwd=tmp_path) == 0
-    assert [event["step"] for event in events(run, "checkpoint")] == [13, 26, 39]
-    assert weights(run) == weights(undisturbed)

@@ -40,7 +40,7 @@ ENDS_IN_PIPELINE = (0, 130, *(128 + number for number in (signal.SIGINT, signal.
 START_UP_SHARE, START_UP_SECONDS = 0.2, 4.0
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.3, 60.0
 _PLAIN = str.maketrans("", "", "{}'")
-SAVING = ("--checkpoint-every", 1, "--max-lost-work", "1s")
+SAVING = ("--checkpoint-every", 1)
 
 
 class Recipe:

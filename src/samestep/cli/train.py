@@ -10,7 +10,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,7 +71,7 @@ from samestep.recipes.recipe_files import (
 from samestep.recipes.settings import annotated, recipe_schema
 from samestep.recipes.trust import sign
 from samestep.runs import RunResult, require_run_name
-from samestep.units import parse_duration, plural
+from samestep.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,6 @@ class CheckpointOptions:
 
     checkpoint_every: int | None = option(
         "steps between checkpoints within epochs (default: none)", "STEPS"
-    )
-    max_lost_work: float | None = option(
-        "limit of the work that a kill can cost, such as 5m",
-        "TIME",
-        type=partial(parse_duration, "--max-lost-work"),
     )
     keep: int | None = option(
         f"newest checkpoints to keep (default {DEFAULT_KEEP}, or as before)", "K"
@@ -305,7 +300,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
     example: ClassVar = "samestep train digits epochs=5 --processes 2 --name first"
     usual: ClassVar = (
         *("processes", "name", "exact", "print", "or_resume", "device", "strategy"),
-        *("per_device_batch_size", "max_restarts", "max_lost_work", "json"),
+        *("per_device_batch_size", "max_restarts", "json"),
     )
     group: ClassVar = "output"
 
@@ -417,7 +412,7 @@ class Resume(TrainingOptions, SetOption, RunArgument):
     example: ClassVar = "samestep resume first epochs=20 --processes 3"
     usual: ClassVar = (
         *("checkpoint", "processes", "device", "strategy"),
-        *("max_restarts", "max_lost_work", "json"),
+        *("max_restarts", "json"),
     )
 
     checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="last")

@@ -352,8 +352,6 @@ class RunOptions(Constrained):
         workers: loader processes per rank; None selects `default_workers` for samples in files,
             otherwise 0.
         checkpoint_every: optimizer steps between checkpoints within epochs, or None.
-        max_lost_work: limit in seconds for the work that a kill can cost, or None. Sets the
-            checkpoint interval.
         keep: number of newest checkpoints that are kept, in addition to the best; None for that of
             the last start, or `DEFAULT_KEEP` in a new run.
         checksum_every: optimizer steps between logged checksums of the state, or 0 for none.
@@ -365,7 +363,6 @@ class RunOptions(Constrained):
     device: DeviceKind = "auto"
     workers: Annotated[int, Ge(0), Le(256)] | None = None
     checkpoint_every: Annotated[int, Ge(1)] | None = None
-    max_lost_work: Annotated[float, Gt(0), Lt(math.inf)] | None = None
     keep: Annotated[int, Ge(1)] | None = None
     checksum_every: Annotated[int, Ge(0)] = DEFAULT_CHECKSUM_EVERY
     loggers: tuple[str, ...] = ("jsonl", "tensorboard", "progress")

@@ -1,11 +1,9 @@
-"""Checkpoints of the training of a recipe, and their interval."""
+"""Checkpoints of the training of a recipe."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,6 @@ from samestep.recipes.recipe_files import recipe_data
 from samestep.recipes.training_step import StepResult
 from samestep.units import plural
 
-_REMEMBERED_SAVES = 8
-
 
 class RecipeCheckpoints(LoopCheckpoints):
     """Checkpoints of a recipe: also the recipe, facts of its data, and the mean of the epoch.
@@ -43,7 +39,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         folder: folder of the checkpoints.
         built: objects of the recipe.
         recipe: the recipe, which every checkpoint contains.
-        options: limits on the time and the steps between checkpoints.
+        options: number of steps between checkpoints.
         logger: receives the events.
 
     Attributes:
@@ -74,7 +70,6 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._hits = torch.zeros(len(self._driver.accuracies), 2, dtype=torch.float64)
         self._accepted_changes: list[str] = []
         self._notes: list[str] = []
-        self._interval = CheckpointInterval(options.max_lost_work)
         self._every = options.checkpoint_every
 
     @property
@@ -190,11 +185,10 @@ class RecipeCheckpoints(LoopCheckpoints):
             self._logger.log_event("note", text=f"continuing with a change: {change}")
 
     def begin(self) -> None:
-        """Begin the first interval, and save if the data have changed since the checkpoint.
+        """Save if the data have changed since the checkpoint.
 
         An automatic restart compares the data with those that were accepted.
         """
-        self._interval.begin_save()  # the time before is no work that a kill would lose
         if self._accepted_changes:
             self.save()
 
@@ -207,19 +201,10 @@ class RecipeCheckpoints(LoopCheckpoints):
             self._hits += result.hits
         self._writer.poll()
 
-    def is_due(self, step_seconds: float, evaluation_seconds: float) -> bool:
-        """Return whether to save after the step of the batch that was read last.
-
-        Args:
-            step_seconds: expected time of this step, and of the next one.
-            evaluation_seconds: expected time of an evaluation, before which nothing can be saved.
-        """
+    @property
+    def is_due(self) -> bool:
+        """Whether to save after the step of the batch that was read last."""
         ends_epoch = not self._batches.cursor.samples
-        ahead = 2 * step_seconds
-        if ends_epoch:
-            ahead += evaluation_seconds  # the next opportunity is after it
-        if self._world.is_main and self._interval.is_due(ahead):
-            return True
         step = self._driver.steps + 1
         return self._every is not None and not ends_epoch and step % self._every == 0
 
@@ -243,7 +228,6 @@ class RecipeCheckpoints(LoopCheckpoints):
         if values is not None and is_best:
             self._best = values[self._rule.by]
             self.best_epoch = self._batches.cursor.epoch
-        self._interval.begin_save()
         self._write(is_best=is_best, epoch=epoch)
 
     @contextmanager
@@ -265,46 +249,6 @@ class RecipeCheckpoints(LoopCheckpoints):
             raise
 
     def _log_saved(self, saved: SavedCheckpoint) -> None:
-        if self._interval.end_save(saved.seconds):
-            text = f"a save takes {saved.seconds:.1f} s: more than --max-lost-work allows"
-            self._logger.log_event("note", text=text)
         self._logger.log_event(
             "checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best
         )
-
-
-class CheckpointInterval:
-    """Times of checkpoints that bound the work lost by a kill.
-
-    The next checkpoint must be complete, not started, before the state of the previous one reaches
-    the maximum age. The durations of steps and writes are predicted from the last step and the
-    longest of the last few saves.
-
-    Args:
-        seconds: maximum lost work, or None for no bound.
-    """
-
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._state_time = clock()
-        self._is_exceeded = False
-        self._durations: deque[float] = deque(maxlen=_REMEMBERED_SAVES)
-
-    def is_due(self, ahead: float) -> bool:
-        """Return whether to save now; the next opportunity is in `ahead` seconds."""
-        if self._seconds is None:
-            return False
-        age = self._clock() - self._state_time
-        return age + ahead + max(self._durations, default=0.0) >= self._seconds
-
-    def begin_save(self) -> None:
-        """Record the start of a save of the current state."""
-        self._state_time = self._clock()
-
-    def end_save(self, seconds: float) -> bool:
-        """Record the end of a save; return whether it is the first that exceeds the bound."""
-        self._durations.append(seconds)
-        was_exceeded = self._is_exceeded
-        self._is_exceeded = was_exceeded or seconds > (self._seconds or math.inf)
-        return self._is_exceeded and not was_exceeded

@@ -30,9 +30,7 @@ class StepTimer:
 
     Attributes:
         waits: waits for data, of which other threads may read the total.
-        last_step: most recent step, including the wait for data.
         last_speed: samples per second of the most recent step.
-        last_evaluation: most recent evaluation.
         local_samples: samples computed by this rank.
     """
 
@@ -41,9 +39,7 @@ class StepTimer:
         self._samples = 0
         self._step_seconds = 0.0
         self.waits = WaitClock()
-        self.last_step = 0.0
         self.last_speed = 0.0
-        self.last_evaluation = 0.0
         self.local_samples = 0
 
     @property
@@ -64,17 +60,10 @@ class StepTimer:
         began = time.perf_counter()
         yield
         self.local_samples += local_samples
-        self.last_step = self.waits.last + time.perf_counter() - began
+        seconds = self.waits.last + time.perf_counter() - began
         self._samples += samples
-        self._step_seconds += self.last_step
-        self.last_speed = samples / self.last_step
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Time an evaluation."""
-        began = time.perf_counter()
-        yield
-        self.last_evaluation = time.perf_counter() - began
+        self._step_seconds += seconds
+        self.last_speed = samples / seconds
 
 
 class TrainingEvents:

@@ -131,15 +131,14 @@ def fit(
             batches.cursor.epoch < epochs or checkpoints.awaits_evaluation
         ):
             for begin, batch in _rest_of_epoch(built, checkpoints, events):
-                is_due = checkpoints.is_due(events.timer.last_step, events.timer.last_evaluation)
+                is_due = checkpoints.is_due
                 samples = len(batch.samples)
                 with (
                     world.session.status.operation(f"step {driver.steps + 1}"),
                     events.timer.step(samples, samples // world.size),
                 ):
                     result = driver.step(batch)
-                    # One message for all decisions that ranks make together.
-                    stopped, is_due = any_rank(world, world.stop_requested, is_due)
+                    stopped = any(any_rank(world, world.stop_requested))
                 events.log_step(result, begin, batches)
                 checkpoints.add(result)  # before a save, which contains the mean of the epoch
                 if stopped:
@@ -190,7 +189,6 @@ def _evaluate(
     with (
         driver.world.session.status.operation("an evaluation"),
         checkpoints.saved_on_bad_data(),
-        events.timer.evaluation(),
     ):
         return driver.evaluate(events.evaluation_batches(), built.metrics, until_stop=True)
 
