@@ -14,7 +14,6 @@ import pytest
 from helpers.surroundings import RecordFault, require_bounded
 from helpers.system import here
 from samestep.checkpoint.store import CheckpointFolder, verify
-from samestep.data.stream_formats import TokenFiles
 from samestep.errors import InputError
 from samestep.loggers.logger import JsonlLogger
 from samestep.recipes.models import load_all
@@ -138,15 +137,9 @@ def _read_weights(folder: Path) -> None:
     load_all(nn.Linear(1, 1), folder / "a.safetensors")
 
 
-def _read_tokens(folder: Path) -> None:
-    (folder / "a.bin").write_bytes(struct.pack("<256i", 20240520, 1, 2**31 - 1, *[0] * 253) + bytes(8))
-    TokenFiles(str(folder), 1, header="llm.c")
-
-
 LIES: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "a safetensors header of 2^60 bytes": (_safetensors, _read_weights),
     "a tensor that ends after its file": (_tensor_beyond_the_end, _read_weights),
-    "a count of 2^31 tokens in a file of 8 bytes": (lambda path: None, _read_tokens),
 }
 
 

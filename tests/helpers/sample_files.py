@@ -15,13 +15,6 @@ IMAGES = (
     *SMALL,
 )
 IMAGE_STEPS = 25  # of an epoch
-TOKENS = (
-    "data.name=stream_tokens",
-    "data.options={block_size: 16, window: 20, path: tokens, evaluation_path: tokens_val}",
-    "model.options={n_embd: 8, n_head: 2, n_layer: 1, dropout: 0.1}",
-    "epochs=2",
-)
-TOKEN_STEPS = 25  # of an epoch
 
 
 def photos(count: int) -> Iterator[dict[str, Any]]:
@@ -38,12 +31,3 @@ def write_images(root: Path) -> None:
         rows = pyarrow.Table.from_pylist(list(photos(count)))
         for number in range(count // 20):
             pyarrow.parquet.write_table(rows.slice(20 * number, 20), root / name / f"{number}.parquet")
-
-
-def write_tokens(root: Path) -> None:
-    """Write tokens of bytes: five files of 60 samples, and one."""
-    generator = numpy.random.default_rng(0)
-    for name, count in (("tokens", 5), ("tokens_val", 1)):
-        (root / name).mkdir()
-        for number in range(count):
-            generator.integers(0, 257, 961, dtype=numpy.uint16).tofile(root / name / f"{number}.bin")

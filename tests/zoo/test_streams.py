@@ -1,7 +1,6 @@
 """Streams of recipes: samples of all formats and columns, and errors that name files and options."""
 
 from collections.abc import Mapping
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import sample_files
 from samestep.errors import DataError, InputError
 from samestep.zoo.image_files import read_image
 from samestep.zoo.image_transforms import MEAN, STD, ImageTransforms
 from samestep.zoo.images import load_stream_images
-from samestep.zoo.language import load_stream_tokens, stream_tokens_task
 
 PIXELS = numpy.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=numpy.uint8)
 CLASSES = ["cat", "dog", "bird"]
@@ -130,50 +127,11 @@ def test_unusable_sample_is_named(tmp_path: Path, name: str) -> None:
     assert failed.value.code == code
 
 
-@pytest.fixture
-def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    sample_files.write_tokens(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-load_tokens = partial(load_stream_tokens, evaluation_path="tokens_val", block_size=16)
-
-
-def test_tokens(tokens: Path) -> None:
-    splits = load_tokens("tokens")
-    row = torch.from_numpy(numpy.fromfile("tokens/0.bin", dtype=numpy.uint16)[16:33].astype("int64"))
-    inputs, targets = splits.train[1]
-    assert torch.equal(inputs, row[:-1])
-    assert torch.equal(targets, row[1:])
-    assert len(splits.train) == 300
-    assert len(splits.classes) == 257
-
-
-def test_token_outside_of_the_vocabulary_is_named(tokens: Path) -> None:
-    splits = load_tokens("tokens", vocabulary=100)
-    with pytest.raises(InputError, match=r"tokens/0\.bin, sample 0") as failed:
-        splits.train[0]
-    assert failed.value.code == "E_VALUE"
+@pytest.mark.parametrize(("options", "code"), [({"window": 0}, "E_VALUE"), ({"path": "missing"}, "E_FILE_MISSING")])
+def test_invalid_options_are_refused(tmp_path: Path, options: dict[str, Any], code: str) -> None:
+    path = write(tmp_path / "photos", {"image": encoded(), "label": 1})
     with pytest.raises(InputError) as failed:
-        stream_tokens_task(splits.classes, vocabulary=100)
-    assert failed.value.code == "E_VALUE"
-
-
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        ({"path": "tokens", "window": 0}, "E_VALUE"),
-        ({"path": "tokens", "vocabulary": 1}, "E_VALUE"),
-        ({"path": "tokens", "vocabulary": 300, "tokenizer": "a.json"}, "E_VALUE"),
-        ({"path": "tokens", "block_size": 1.5}, "E_VALUE"),
-        ({"path": "tokens", "dtype": "int8"}, "E_VALUE"),
-        ({"path": "missing"}, "E_FILE_MISSING"),
-    ],
-)
-def test_invalid_options_are_refused(tokens: Path, options: dict[str, Any], code: str) -> None:
-    with pytest.raises(InputError) as failed:
-        load_tokens(**options)
+        load(**{"path": path, **options})
     assert failed.value.code == code
 
 

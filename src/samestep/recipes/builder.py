@@ -73,7 +73,6 @@ DATA = {
     "language": "samestep.zoo.language:load_language",
     "segmentation": "samestep.zoo.segmentation:load_segmentation",
     "stream_images": "samestep.zoo.images:load_stream_images",
-    "stream_tokens": "samestep.zoo.language:load_stream_tokens",
     "texts": "samestep.zoo.texts:load_texts",
     "tokens": "samestep.zoo.language:load_tokens",
 }
@@ -103,7 +102,6 @@ TASKS: dict[str, str] = {
     "image_list": "samestep.zoo.images:image_task",
     "segmentation": "samestep.zoo.segmentation:segmentation_task",
     "stream_images": "samestep.zoo.images:image_task",
-    "stream_tokens": "samestep.zoo.language:stream_tokens_task",
 }
 OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samestep.data.parquet_files import ParquetFiles
 from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
-from samestep.data.stream_formats import ParquetFiles
 from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
@@ -24,7 +24,7 @@ from samestep.zoo.options import (
     require_path,
     unusable,
 )
-from samestep.zoo.splits import ConvertedSource, Splits, Task, top_classes, train_validation_split
+from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
@@ -245,9 +245,10 @@ def load_stream_images(
         classes = [str(number) for number in range(classes)]
     names = class_names(classes)
 
-    def source(address: str, transform: Transform) -> ConvertedSource:
-        sample = _StreamSample(columns, ClassLabels(names), transform)
-        return ConvertedSource(ParquetFiles(address, columns), sample)
+    labels = ClassLabels(names)
+
+    def source(address: str, transform: Transform) -> _StreamImages:
+        return _StreamImages(ParquetFiles(address, columns), columns, labels, transform)
 
     return transforms.splits(
         StreamDataset(source(path, transforms.train()), window=window),
@@ -256,28 +257,41 @@ def load_stream_images(
     )
 
 
-@dataclass(frozen=True)
-class _StreamSample:
-    """Function from a sample of a file and its place to an image and a class number."""
+class _StreamImages:
+    """Source of a stream: images and class numbers of rows, with errors that name the row."""
 
-    columns: tuple[str, str]
-    labels: ClassLabels
-    transform: Transform
+    def __init__(
+        self,
+        files: ParquetFiles,
+        columns: tuple[str, str],
+        labels: ClassLabels,
+        transform: Transform,
+    ) -> None:
+        self.names = files.names
+        self.sizes = files.sizes
+        self.fingerprint = files.fingerprint
+        self._files = files
+        self._columns = columns
+        self._labels = labels
+        self._transform = transform
 
-    def __call__(self, sample: Mapping[str, Any], place: str) -> tuple[torch.Tensor, int]:
-        image, label = (sample.get(name) for name in self.columns)
+    def read(self, file: int, index: int) -> tuple[torch.Tensor, int]:
+        """Return one sample; see `FileSource.read`."""
+        row = self._files.read(file, index)
+        place = f"{self._files.place_of(self.names[file])}, sample {index}"
+        image, label = (row.get(name) for name in self._columns)
         data = image.get("bytes") if isinstance(image, Mapping) else image
         if not isinstance(data, bytes) or label is None:
             raise DataError(
-                f"{place} has no encoded image in {self.columns[0]!r} or no label in "
-                f"{self.columns[1]!r}",
+                f"{place} has no encoded image in {self._columns[0]!r} or no label in "
+                f"{self._columns[1]!r}",
                 expected="the bytes of an image file, and a label, in its columns: "
-                f"{', '.join(sample)}",
+                f"{', '.join(row)}",
                 fix="set data.options.image_column and data.options.label_column, or write the "
                 "files again",
                 code="E_UNKNOWN_NAME",
             )
         if isinstance(label, bytes):
             label = label.decode(errors="replace")
-        number = self.labels.number(label, place)
-        return self.transform(read_image(BytesIO(data), place)), number
+        number = self._labels.number(label, place)
+        return self._transform(read_image(BytesIO(data), place)), number

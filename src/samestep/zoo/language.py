@@ -1,4 +1,4 @@
-"""Text for next-token prediction: text files, token files, and generated sentences.
+"""Text for next-token prediction: text files, and generated sentences.
 
 The tokens of text files are in a memory-mapped file of a cache, named by a hash of tokenizer and
 texts.
@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -22,14 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from samestep.checkpoint.durable_files import replacing
 from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
-from samestep.data.stream_formats import TokenFiles
-from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.options import is_count, require_count, require_option, require_path
 from samestep.zoo.splits import (
     Answer,
-    ConvertedSource,
     Splits,
     Task,
     hash_fraction,
@@ -307,78 +304,6 @@ def _encoded(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[li
         tokens = tokens_of(document.path.read_bytes(), document.path, tokenizer)
         if tokens:
             yield [*tokens, end]
-
-
-def load_stream_tokens(
-    path: str,
-    *,
-    evaluation_path: str,
-    block_size: int = 64,
-    dtype: Literal["uint16", "uint32"] = "uint16",
-    header: Literal["none", "llm.c"] = "none",
-    tokenizer: str | None = None,
-    vocabulary: int | None = None,
-    window: int = DEFAULT_WINDOW,
-) -> Splits:
-    """Return the blocks of token files, with the options of `docs/guides/streams.md`.
-
-    The number of classes is `vocabulary`, or that of the tokenizer.
-
-    Raises:
-        InputError: the files cannot be read, or an option is invalid.
-    """
-    require_count("window", window, 1, DEFAULT_WINDOW)
-    is_size = vocabulary is None or is_count(vocabulary, 2)
-    expected = "a number of tokens, at least 2, or null"
-    require_option("vocabulary", vocabulary, is_size, expected, 50257)
-    if vocabulary is None:
-        encoder = read_tokenizer(tokenizer)
-        names = tuple(encoder.name(token) for token in range(encoder.size))
-    else:
-        expected = "null with vocabulary, as it has a size of its own"
-        require_option("tokenizer", tokenizer, tokenizer is None, expected, "null")
-        names = tuple(map(str, range(vocabulary)))
-    convert = partial(_inputs_and_targets, size=len(names))
-    train, evaluation = (
-        ConvertedSource(TokenFiles(address, block_size, dtype, header), convert)
-        for address in (path, evaluation_path)
-    )
-    return Splits(
-        train=StreamDataset(train, window=window),
-        evaluation=StreamDataset(evaluation),
-        classes=names,
-        reads_files=True,
-        count_tokens=count_tokens,
-    )
-
-
-def stream_tokens_task(
-    classes: tuple[str, ...],
-    *,
-    tokenizer: str | None = None,
-    vocabulary: int | None = None,
-    block_size: int = 64,
-) -> Task:
-    """Return the task that continues a prompt, and predicts the token after a file.
-
-    Raises:
-        DataError: the recipe has a vocabulary and no tokenizer.
-    """
-    expected = "null: predictions need the tokenizer"
-    require_option("vocabulary", vocabulary, vocabulary is None, expected, "null")
-    return language_task(classes, tokenizer=tokenizer, block_size=block_size)
-
-
-def _inputs_and_targets(tokens: torch.Tensor, place: str, *, size: int) -> Sample:
-    if (largest := int(tokens.max())) >= size:
-        raise DataError(
-            f"{place} has the token {largest}",
-            expected=f"tokens below {size}, the size of the vocabulary",
-            fix="set data.options.tokenizer or vocabulary, or correct data.options.dtype and "
-            "header",
-            code="E_VALUE",
-        )
-    return tokens[:-1], tokens[1:]
 
 
 def encode_lines(lines: list[str]) -> list[Sample]:

@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.data.batch import Collate, SizedDataset
-from samestep.data.sample_files import SampleFiles, fingerprint_of
+from samestep.data.sample_files import fingerprint_of
 from samestep.errors import DataError, printable
 from samestep.zoo.options import require_option
 
@@ -95,32 +95,6 @@ class Task:
     describe: Callable[[Any], Answer]
     picture: Callable[[Path, Any], Image.Image] | None = None
     complete: Callable[[torch.nn.Module, str, int], str] | None = None
-
-
-class ConvertedSource:
-    """Source of a stream: samples of files after a conversion, whose errors name the place.
-
-    Attributes:
-        names: names of the files.
-        sizes: number of samples of each file.
-        fingerprint: fingerprint of the files.
-
-    Args:
-        files: the files.
-        convert: function from a sample and its place to a sample. It may draw random numbers.
-    """
-
-    def __init__(self, files: SampleFiles, convert: Callable[[Any, str], Any]) -> None:
-        self.names = files.names
-        self.sizes = files.sizes
-        self.fingerprint = files.fingerprint
-        self._files = files
-        self._convert = convert
-
-    def read(self, file: int, index: int) -> Any:
-        """Return one sample; see `FileSource.read`."""
-        sample = self._files.read(file, index)
-        return self._convert(sample, f"{self._files.place_of(self.names[file])}, sample {index}")
 
 
 def top_classes(logits: torch.Tensor, classes: Sequence[str], count: int) -> Answer:

@@ -1,23 +1,20 @@
-"""Sources read the files of the libraries of their formats, and name files that are missing, truncated or changed."""
+"""Rows of Parquet files are those of pyarrow, and files that are missing, truncated or changed are named."""
 
 import gc
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 
-from samestep.data.sample_files import SampleFiles
-from samestep.data.stream_formats import ParquetFiles, TokenFiles
+from samestep.data.parquet_files import ParquetFiles
 from samestep.errors import DataError, RecipeError, RunError
 
 COUNT = 10
@@ -44,46 +41,10 @@ def tables(folder: Path) -> None:
         pyarrow.parquet.write_table(table, str(folder / f"part-{number}.parquet"), row_group_size=3)
 
 
-def tokens(folder: Path) -> None:
-    folder.mkdir()
-    numpy.arange(17, dtype="<u2").tofile(folder / "a.bin")
-    numpy.arange(100, 109, dtype="<u2").tofile(folder / "b.bin")
-
-
-def token_files(address: str) -> TokenFiles:
-    return TokenFiles(address, length=4)
-
-
-def token_row(i: int) -> torch.Tensor:
-    first = 4 * i if i < 4 else 100 + 4 * (i - 4)
-    return torch.arange(first, first + 5)
-
-
-OPEN: dict[str, Callable[[str], SampleFiles]] = {
-    "parquet": ParquetFiles,
-    "tokens": token_files,
-}
-EXPECTED: dict[str, tuple[int, Callable[[int], Any]]] = {
-    "parquet": (COUNT, row),
-    "tokens": (6, token_row),
-}
-
-
-def write(name: str, folder: Path) -> None:
-    if name == "tokens":
-        tokens(folder)
-    else:
-        tables(folder)
-
-
-def opened(name: str, tmp_path: Path) -> SampleFiles:
+def opened(tmp_path: Path) -> ParquetFiles:
     """Return a source of files that a test may change."""
-    write(name, tmp_path / name)
-    return OPEN[name](str(tmp_path / name))
-
-
-def same(left: Any, right: Any) -> bool:
-    return torch.equal(left, right) if isinstance(right, torch.Tensor) else bool(left == right)
+    tables(tmp_path / "rows")
+    return ParquetFiles(str(tmp_path / "rows"))
 
 
 @pytest.fixture
@@ -96,48 +57,33 @@ def memory() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("prefix", ["", "file://", "memory://"])
-@pytest.mark.parametrize("name", EXPECTED)
-def test_samples_are_those_that_were_written(name: str, prefix: str, tmp_path: Path, memory: Any) -> None:
-    local = opened(name, tmp_path)
-    memory.put(str(tmp_path / name), f"{tmp_path}/{name}", recursive=True)
-    source = OPEN[name](f"{prefix}{tmp_path}/{name}/")
+def test_rows_are_those_that_were_written(prefix: str, tmp_path: Path, memory: Any) -> None:
+    local = opened(tmp_path)
+    memory.put(str(tmp_path / "rows"), f"{tmp_path}/rows", recursive=True)
+    source = ParquetFiles(f"{prefix}{tmp_path}/rows/")
     assert (source.names, source.sizes, source.fingerprint) == (local.names, local.sizes, local.fingerprint)
     places = [(file, index) for file, size in enumerate(source.sizes) for index in range(size)]
-    count, sample = EXPECTED[name]
-    assert len(places) == count
+    assert len(places) == COUNT
     assert len(source.sizes) > 1
-    for number in (*range(count), *reversed(range(count))):
-        assert same(source.read(*places[number]), sample(number))
+    for number in (*range(COUNT), *reversed(range(COUNT))):
+        assert source.read(*places[number]) == row(number)
     copy = pickle.loads(pickle.dumps(source))
-    assert same(copy.read(*places[-1]), sample(count - 1))
+    assert copy.read(*places[-1]) == row(COUNT - 1)
     with pytest.raises(IndexError):
         source.read(0, source.sizes[0])
     for files in (source, copy, local):
         files.close()
 
 
-@pytest.mark.parametrize("name", ["parquet", "tokens"])
-def test_files_in_the_cache_of_fsspec(name: str, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_the_cache_of_fsspec(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fsspec.config.conf, "filecache", {"cache_storage": str(tmp_path / "cache")})
-    write(name, tmp_path / name)
-    memory.put(str(tmp_path / name), f"/{name}", recursive=True)
-    source = OPEN[name](f"filecache::memory://{name}")
+    tables(tmp_path / "rows")
+    memory.put(str(tmp_path / "rows"), "/rows", recursive=True)
+    source = ParquetFiles("filecache::memory://rows")
     memory.store.clear()
-    count, sample = EXPECTED[name]
-    assert same(source.read(0, 0), sample(0))
-    assert same(source.read(len(source.names) - 1, source.sizes[-1] - 1), sample(count - 1))
+    assert source.read(0, 0) == row(0)
+    assert source.read(len(source.names) - 1, source.sizes[-1] - 1) == row(COUNT - 1)
     source.close()
-
-
-def test_tokens_with_the_header_of_llm_c(tmp_path: Path) -> None:
-    header = numpy.zeros(256, "<i4")
-    header[:3] = 20240801, 7, 9
-    (tmp_path / "a.bin").write_bytes(header.tobytes() + numpy.arange(9, dtype="<u4").tobytes())
-    source = TokenFiles(str(tmp_path), length=4, dtype="uint32", header="llm.c")
-    assert [source.read(0, i).tolist() for i in range(source.sizes[0])] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
-    source.close()
-    with refused("E_UNREADABLE", "a.bin"):
-        TokenFiles(str(tmp_path), length=4, dtype="uint16", header="llm.c")
 
 
 def test_columns_of_parquet(tmp_path: Path) -> None:
@@ -167,45 +113,41 @@ def test_tables_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # --- faults ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_missing_file_is_named(name: str, tmp_path: Path) -> None:
-    source = opened(name, tmp_path)
-    (tmp_path / name / source.names[1]).unlink()
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    source = opened(tmp_path)
+    (tmp_path / "rows" / source.names[1]).unlink()
     source.read(0, 0)
     with refused("E_FILE_MISSING", source.names[1]):
         source.read(1, 0)
     source.close()
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_truncated_file_is_named(name: str, tmp_path: Path) -> None:
-    source = opened(name, tmp_path)
-    path = tmp_path / name / source.names[1]
+def test_truncated_file_is_named(tmp_path: Path) -> None:
+    source = opened(tmp_path)
+    path = tmp_path / "rows" / source.names[1]
     os.truncate(path, path.stat().st_size // 2)
     with refused("E_UNREADABLE", source.names[1]):
         source.read(1, source.sizes[1] - 1)
     with refused("E_UNREADABLE", source.names[1]):
-        OPEN[name](str(tmp_path / name))
+        ParquetFiles(str(tmp_path / "rows"))
     source.close()
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_file_with_another_number_of_samples_is_named(name: str, tmp_path: Path) -> None:
-    source = opened(name, tmp_path)
-    first, last = tmp_path / name / source.names[0], tmp_path / name / source.names[-1]
+def test_file_with_another_number_of_samples_is_named(tmp_path: Path) -> None:
+    source = opened(tmp_path)
+    first, last = tmp_path / "rows" / source.names[0], tmp_path / "rows" / source.names[-1]
     last.write_bytes(first.read_bytes())
     with refused("E_FILE_CHANGED", source.names[-1]):
         source.read(len(source.names) - 1, 0)
     source.close()
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_folder_without_files_of_the_format(name: str, tmp_path: Path) -> None:
+def test_folder_without_files_of_the_format(tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(bytes(100))
     (tmp_path / "empty").mkdir()
     for address in (str(tmp_path / "empty"), str(tmp_path / "missing"), str(tmp_path / "file.bin"), "memory://missing"):
         with refused("E_FILE_MISSING", address):
-            OPEN[name](address)
+            ParquetFiles(address)
 
 
 @pytest.mark.parametrize(
@@ -215,22 +157,22 @@ def test_disk_or_network_that_fails(error: Exception, tmp_path: Path, monkeypatc
     def fail(*arguments: Any, **options: Any) -> Any:
         raise error
 
-    source = opened("tokens", tmp_path)
+    source = opened(tmp_path)
     monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", fail)
-    for read in (lambda: source.read(0, 0), lambda: OPEN["tokens"](str(tmp_path / "tokens"))):
-        with pytest.raises(RunError, match=r"a\.bin") as caught:
+    for read in (lambda: source.read(0, 0), lambda: ParquetFiles(str(tmp_path / "rows"))):
+        with pytest.raises(RunError, match=r"part-0\.parquet") as caught:
             read()
         assert caught.value.code == "E_IO"
 
 
 def test_number_of_open_files_is_bounded(tmp_path: Path) -> None:
     for i in range(80):
-        numpy.arange(5, dtype="<u2").tofile(tmp_path / f"{i:02d}.bin")
-    source = token_files(str(tmp_path))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(i)]), str(tmp_path / f"{i:02d}.parquet"))
+    source = ParquetFiles(str(tmp_path))
     gc.collect()  # files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     for file in range(80):
-        assert source.read(file, 0).tolist() == [0, 1, 2, 3, 4]
+        assert source.read(file, 0) == row(file)
     assert len(os.listdir("/proc/self/fd")) - before == 64
     source.close()
     assert len(os.listdir("/proc/self/fd")) == before
