@@ -57,8 +57,9 @@ def loader(
             `order`: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory) or `auto`.
             `lengths`: one length per sample; samples of similar length share a batch, to reduce
                 padding.
-            A sampler can also be a function of (seed, epoch) that returns indices. It is drawn once
-            per epoch, with generators that are seeded by seed and epoch.
+            `sampler`: function of (seed, epoch) that returns indices. It is drawn once per epoch,
+                with generators that are seeded by seed and epoch. A sampler of torch belongs to a
+                `DataLoader`.
 
     Raises:
         InputError: an argument is invalid, or arguments do not fit together.
@@ -83,8 +84,6 @@ def loader(
             code="E_LOADER",
         )
     every = {**_LOADER_DEFAULTS, **named}
-    if every["batch_sampler"] is not None and every["batch_size"] == 1:  # as torch
-        every["batch_size"] = None
     return whole_batches(dataset, every, _batch_ranks, script_line(sys._getframe(1)))
 
 

@@ -20,17 +20,19 @@ from samestep.data.order import (
     resolve_order,
 )
 from samestep.data.sample_reader import set_epoch
-from samestep.data.samplers import Sampler, draw, require_equal_on_other_ranks, sampler_error
+from samestep.data.samplers import (
+    Sampler,
+    draw,
+    require_equal_on_other_ranks,
+    require_function,
+    sampler_error,
+)
 from samestep.data.streams import StreamDataset
 from samestep.errors import DataError, InputError
 from samestep.microbatches import Cursor, require_integer, require_position
 
-# Function of (seed, epoch), or a sampler of torch. Yields indices, or lists of indices as a batch
-# sampler.
-
 _EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
     "sampler": ("shuffle", "lengths", "order"),
-    "batch_sampler": ("sampler", "shuffle", "lengths", "batch_size", "drop_last", "order"),
     "generator": ("seed",),
     "lengths": ("order",),
 }
@@ -72,13 +74,9 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             seed = options["seed"] or 0
             self.seed = require_integer("seed", seed, at_least=0, at_most=2**64 - 1, example=0)
         self._sampler: Sampler | None = options["sampler"]
-        self._draws_batches = options["batch_sampler"] is not None
-        batch_size = options["batch_size"]
-        if self._draws_batches:
-            self._sampler = options["batch_sampler"]
-            first = next(iter(draw(options["batch_sampler"], dataset, self.seed, epoch=0)), ())
-            batch_size = len(first)
-        self.batch_size = require_integer("batch_size", batch_size, at_least=1, example=64)
+        require_function(self._sampler, options["batch_sampler"])
+        size = options["batch_size"]
+        self.batch_size = require_integer("batch_size", size, at_least=1, example=64)
         self._shuffle = bool(options["shuffle"])
         self._drop_last = bool(options["drop_last"])
         lengths: Sequence[int] | None = options["lengths"]
@@ -96,7 +94,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         self.cursor = Cursor()
         self.samples_of(0)
         if self._sampler is not None:
-            require_equal_on_other_ranks(self._sampler, dataset, self.seed)
+            require_equal_on_other_ranks(self._sampler, len(dataset), self.seed)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
@@ -181,27 +179,16 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         """Return the indices of a sampler.
 
         Raises:
-            InputError: `draw` fails, batches differ in size, or an index is not that of a sample.
+            InputError: `draw` fails, or an index is not that of a sample.
         """
-        drawn = draw(sampler, self._dataset, self.seed, epoch)
-        if self._draws_batches:
-            sizes = [len(batch) for batch in drawn]
-            is_last_valid = 0 < sizes[-1] <= self.batch_size
-            if any(size != self.batch_size for size in sizes[:-1]) or not is_last_valid:
-                raise sampler_error(
-                    f"the batch sampler yields batches of {min(sizes)} to {max(sizes)} samples",
-                    "global batches of one size; only the last one can have fewer samples",
-                    "samestep.loader(DataLoader(dataset, batch_sampler=...)), which has batches of "
-                    "any size; or batch_size=N with lengths= to group samples by length",
-                )
-            drawn = [index for batch in drawn for index in batch]
+        drawn = draw(sampler, len(self._dataset), self.seed, epoch)
         try:
             order = numpy.fromiter(map(as_index, drawn), dtype=numpy.int64)
         except TypeError as error:
             raise sampler_error(
                 f"the sampler yields a {type(drawn[0]).__name__} in place of an index",
                 "indices of samples",
-                "pass a sampler that yields lists of indices as batch_sampler=",
+                "return the indices of the samples",
             ) from error
         if order.size and not 0 <= order.min() <= order.max() < len(self._dataset):
             raise sampler_error(

@@ -290,8 +290,7 @@ def whole_batches(
     if isinstance(dataset, DataLoader):
         return WholeBatches(dataset, None, ranks, line=line)
     arguments = {name: options[name] for name in _OF_TORCH}
-    is_single = options["batch_size"] is None and options["batch_sampler"] is None
-    if isinstance(dataset, IterableDataset) or is_single:
+    if isinstance(dataset, IterableDataset) or options["batch_size"] is None:
         for name in ("shuffle", "sampler", "batch_sampler", "generator", "drop_last"):
             if options[name] is not None:
                 arguments[name] = options[name]

@@ -32,12 +32,7 @@ class CountMetric(ABC):
         name: key of the metric in the results of an evaluation.
         classes: required number of output channels; None for any number.
         ignore_index: targets of this value (padding) are not counted.
-
-    Attributes:
-        higher_is_better: direction of an improvement.
     """
-
-    higher_is_better = True
 
     def __init__(self, name: str, classes: int | None = None, ignore_index: int = -100) -> None:
         self.name = name
