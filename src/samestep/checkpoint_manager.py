@@ -279,9 +279,8 @@ class CheckpointManager(LoopCheckpoints):
             require_same_names("loaders", loaders, self._loaders)
         for key, saved_loader in loaders.items():
             loader = self._loaders[key]
-            before = loader.adopt(saved_loader.settings)
             now = loader.settings_of(saved_loader.cursor.epoch)
-            yield from setting_changes(key or "loader", before, now)
+            yield from setting_changes(key or "loader", saved_loader.settings, now)
 
     def _trainings(self) -> Iterator[tuple[str, Training]]:
         for name, training in super()._trainings():

@@ -156,13 +156,6 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         self._settings = {key: settings}
         return settings
 
-    def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a checkpoint; those without `order` are of a `shuffled` order."""
-        if "order" not in settings and self._kind == "auto":
-            self._kind = "shuffled"
-            self._settings.clear()
-        return {"order": "shuffled", **settings}
-
     def order(self, epoch: int) -> Order:
         """Return the samples of an epoch in the order of use, also those `drop_last` leaves out."""
         set_epoch(self._dataset, self.seed, epoch)

@@ -146,12 +146,6 @@ class WholeBatches:
         pairs = zip(indices, probe["hashes"], reading.data, strict=True)
         return [index for index, before, now in pairs if before != now]
 
-    def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a checkpoint."""
-        if self._order is None:
-            return dict(settings)
-        return self._order.adopt(settings)
-
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
         if self._order is not None:

@@ -151,8 +151,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._load(path, saved)
         self._loss_sum = progress.loss_sum
         self._loss_count = progress.loss_count
-        if len(progress.hits) == len(self._hits):  # none in a checkpoint of an earlier version
-            self._hits = torch.tensor(progress.hits, dtype=torch.float64).view(-1, 2)
+        self._hits = torch.tensor(progress.hits, dtype=torch.float64).view(-1, 2)
         self.skipped_steps = progress.skipped_steps
         self.best_epoch = progress.best_epoch
         self._accepted_changes = changes
