@@ -3,12 +3,10 @@
 import json
 import os
 import pty
-import shlex
 import signal
 import sys
 import termios
 import venv
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,8 @@ import pytest
 
 from helpers.system import COMMAND, Done, Running, environment, samestep
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
-from samestep.tools.audit.comparison import GLOBAL_BATCH
 from samestep.tools.audit.step_findings import FIXES
 from samestep.tools.audit.worlds import group_worlds
-from samestep.tools.verify.causes import Cause
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LAUNCHER = SCRIPTS / "fork_ranks.py"
@@ -185,56 +181,6 @@ def test_signal_ends_all_processes_of_the_command(number: signal.Signals, tmp_pa
         assert "1 finding; 2 ranks" in done.out
         assert "independent-copies" in done.out  # no process group
         assert running.processes() == []
-
-
-# The cause of each script relative to one process.
-CAUSES = {
-    "augmentation": ("inputs", Cause.AUGMENTATION),
-    "batch": ("samples", GLOBAL_BATCH),
-    "dropout": ("loss", Cause.MODEL_RANDOM),
-    "mean": ("gradients", Cause.LOSS),
-    "norm": ("loss", Cause.BATCH_NORM),
-    "order": ("samples", Cause.DATA_ORDER),
-    "padding": ("samples", Cause.LAST_BATCH),
-    "rate": ("learning rates", Cause.LEARNING_RATE),
-    "scale": ("gradients", Cause.LOSS),
-    "weights": ("parameters", Cause.INITIAL_WEIGHTS),
-}
-
-
-def differences(folder: Path, parts: Sequence[str]) -> dict[str, tuple[str, str] | None]:
-    """Return quantity and cause of the first difference of each part between one and two processes."""
-    scripts = [folder / f"{part}.py" for part in parts]
-    for script in scripts:  # the folder of the launcher is in the path of imports
-        script.write_text(f"from against_parts import train\n\ntrain({script.stem!r})\n")
-    reference = shlex.join(map(str, (sys.executable, LAUNCHER, 1, *scripts)))
-    command = ("audit", "--json", "--against-command", reference, "--", sys.executable, LAUNCHER, 2, *scripts)
-    done = samestep(*command, cwd=folder)
-    comparisons = json.loads(done.out)["against"]
-    assert all(
-        one["processes"] == [1, 2] and one["steps"] == 12 + 2 * ("padding" in one["program"]) for one in comparisons
-    )
-    assert done.code == EXIT_DIFFERS, done.err
-    found = {Path(one["program"]).stem: one["difference"] for one in comparisons}
-    return {part: one and (one["quantity"], one["cause"]) for part, one in found.items()}
-
-
-PARTS = [
-    ("nothing", "batch", "dropout", "scale"),
-    ("dropout", "norm"),
-    ("augmentation", "order", "padding"),
-    ("mean", "rate", "weights"),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("parts", PARTS)
-def test_first_difference_from_one_process(parts: tuple[str, ...], tmp_path: Path) -> None:
-    assert differences(tmp_path, parts) == {part: CAUSES.get(part) for part in parts}
-
-
-def test_every_cause_has_a_script() -> None:
-    assert {part for parts in PARTS for part in parts} == {*CAUSES, "nothing"}
 
 
 def test_processes_without_complete_events_are_left_out() -> None:

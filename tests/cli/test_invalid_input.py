@@ -103,11 +103,6 @@ def test_option_out_of_range_is_an_error(refused: Refused, option: str) -> None:
     refused("train", "digits", option)
 
 
-@pytest.mark.parametrize("text", ["", "'a"])
-def test_invalid_command_of_a_comparison(refused: Refused, text: str) -> None:
-    assert "[E_VALUE]" in refused("audit", f"--against-command={text}", "--", "python", "train.py")
-
-
 @pytest.mark.parametrize("name", ["../x", "a/b", ".", "", "a\nb"])
 def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
     assert f"the name of the run is {name!r} [E_RUN_NAME]" in refused("train", RECIPE, f"--name={name}")
@@ -139,8 +134,7 @@ USAGE = {
     "train digits --hang-after -5s": "E_VALUE",
     "train digits --s 3": "E_UNKNOWN_OPTION",
     "train digits --share-gpu=3": "E_VALUE",
-    "audit --against 1 --against-command a -- b": "E_OPTION_CONFLICT",
-    "audit --against 0 -- python": "E_VALUE",
+    "audit --steps 0 -- python": "E_VALUE",
 }
 
 

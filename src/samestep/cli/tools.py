@@ -22,7 +22,6 @@ from samestep.cli.options import (
     argument,
     count,
     option,
-    option_conflict,
     output_errors,
     parse_process_count,
     require_new_file,
@@ -115,13 +114,6 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
             yield f"      {'fix':<24} {finding.fix}"
 
 
-def _command(text: str) -> list[str]:
-    command = shlex.split(text)
-    if not command:
-        raise ValueError
-    return command
-
-
 @dataclass(frozen=True, kw_only=True)
 class Audit(JsonOption):
     """Run a training command, observe its processes, and report mistakes of distributed training.
@@ -132,83 +124,43 @@ class Audit(JsonOption):
     """
 
     example: ClassVar = "samestep audit -- torchrun --nproc-per-node 2 train.py"
-    usage: ClassVar = (
-        "samestep audit [-h] [--steps N] [--against N | --against-command COMMAND] [--json] "
-        "-- COMMAND ..."
-    )
+    usage: ClassVar = "samestep audit [-h] [--steps N] [--json] -- COMMAND ..."
 
     steps: int = option(
         "observe the tensors of the first N optimizer steps, then of every 50th step",
         "N",
         default=50,
     )
-    against: int | None = option(
-        "run the command again on N processes, and report the first difference with its cause; "
-        "torchrun and accelerate launch",
-        "N",
-    )
-    against_command: list[str] | None = option(
-        "the same with another command, such as 'python train.py --devices 1'",
-        "COMMAND",
-        type=_command,
-    )
     script_arguments: Sequence[str] = ()
 
     def run(self) -> int:
         """Run, analyse and print; return 3 with findings, or the exit code of a failed command."""
         from samestep.tools.audit.audit import analyse, print_report, run_observed
-        from samestep.tools.audit.comparison import (
-            ProgramComparison,
-            compare_commands,
-            print_comparisons,
-            reference_command,
-        )
 
         command = list(self.script_arguments)
         if not command:
             value = "samestep audit without a command"
             fix = "samestep audit -- torchrun --nproc-per-node 2 train.py"
             raise InputError(value, "a command after --", fix, code="E_MISSING_KEY")
-        reference = self.against_command or []
-        if self.against is not None:
-            if reference:
-                raise option_conflict("--against with --against-command")
-            reference = reference_command(command, self.against)
-
-        def observe(command: Sequence[str], folder: Path, without: Sequence[str] = ()) -> int:
-            return run_observed(command, folder, self.steps, quiet=self.json, without=without)
-
         with tempfile.TemporaryDirectory(prefix="samestep-audit-") as name:
-            folder = Path(name, "command")
-            folder.mkdir()
-            code = observe(command, folder)
+            folder = Path(name)
+            code = run_observed(command, folder, self.steps, quiet=self.json)
             analysis = analyse(folder)
-            if not analysis.worlds and code == EXIT_DONE:
-                expected = (
-                    "a Python command that trains with PyTorch: a DataLoader or an optimizer of "
-                    "torch"
-                )
-                fix = f"start the command with the Python of Samestep, {sys.executable}, without -S"
-                raise RunError("nothing was observed", expected, fix, code="E_NOTHING_OBSERVED")
-            comparisons: list[ProgramComparison] = []
-            if reference and code == EXIT_DONE:
-                code, comparisons = compare_commands(
-                    reference, command, folder, Path(name), observe
-                )
+        if not analysis.worlds and code == EXIT_DONE:
+            expected = (
+                "a Python command that trains with PyTorch: a DataLoader or an optimizer of torch"
+            )
+            fix = f"start the command with the Python of Samestep, {sys.executable}, without -S"
+            raise RunError("nothing was observed", expected, fix, code="E_NOTHING_OBSERVED")
         if self.json:
-            data = {**asdict(analysis), "exit_code": code}
-            if reference:
-                data["against"] = [asdict(comparison) for comparison in comparisons]
-            self.result(data)
+            self.result({**asdict(analysis), "exit_code": code})
         else:
             print_report(analysis)
-            print_comparisons(comparisons)
         # Findings of a failed command are printed, but its own exit code says more.
         if code != EXIT_DONE:
             print(f"the command failed with exit code {code}", file=sys.stderr)
             return code
-        differs = any(comparison.difference is not None for comparison in comparisons)
-        if analysis.findings or differs:
+        if analysis.findings:
             return EXIT_DIFFERS
         return EXIT_DONE
 

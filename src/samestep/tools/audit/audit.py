@@ -63,13 +63,11 @@ _LINE = (
 )
 
 
-def run_observed(
-    command: Sequence[str], folder: Path, steps: int, *, quiet: bool, without: Sequence[str] = ()
-) -> int:
+def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: bool) -> int:
     """Run a command to its end, and write the events of its Python processes to an empty folder.
 
     Return the exit code; 128 + N after signal N. With `quiet`, the command's standard output
-    becomes standard error. For `steps` and `without` see `Session`.
+    becomes standard error. For `steps` see `Session`.
 
     Raises:
         InputError: the command cannot be started, it is run by another Python, or the folder of
@@ -77,8 +75,7 @@ def run_observed(
     """
     packages = sysconfig.get_path("purelib")
     install_hooks(Path(packages))
-    settings = {"steps": steps, "without": list(without)}
-    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "settings.json").write_text(json.dumps({"steps": steps}), encoding="utf-8")
     variables = environment_copy()
     # As in an activated environment: `python` and `torchrun` are those with the hooks in their
     # packages.

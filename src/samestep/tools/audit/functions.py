@@ -1,7 +1,6 @@
-"""Observers of functions: dropout, attention, batch norm, losses; opened files.
+"""Observers of functions: dropout, attention, losses; opened files.
 
-An experiment turns dropout and batch norm off. The losses are means over a number of targets that
-varies between ranks and batches.
+The losses are means over a number of targets that varies between ranks and batches.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ _CACHES = (".cache", "__pycache__", "matplotlib", "torchinductor_", "triton", "s
 
 
 class FunctionObserver:
-    """Observer of dropout, in attention too, of batch norm in training mode, and of losses."""
+    """Observer of dropout, in attention too, and of losses; methods have torch's signatures."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._step = -1
         self._calls = 0
-        self._has_batch_norm = False
 
-    def dropout(self, values: torch.Tensor) -> None:
+    def dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> None:
         """Write the state of the generator before a dropout."""
         session = self._session
-        if session.steps >= _STEPS:
+        if not training or p == 0 or session.steps >= _STEPS:
             return
         if session.steps != self._step:
             self._step = session.steps
@@ -46,116 +46,73 @@ class FunctionObserver:
         self._calls += 1
         if self._calls <= _CALLS:
             state = torch.get_rng_state()
-            if values.device.type != "cpu":
-                state = torch.get_device_module(values.device).get_rng_state(values.device)
-            shape = list(values.shape)
+            if input.device.type != "cpu":
+                state = torch.get_device_module(input.device).get_rng_state(input.device)
+            shape = list(input.shape)
             facts = {"call": self._calls, "shape": shape, "state": state_hash(state)}
             session.emit("dropout", **facts, line=user_line())
 
-    def batch_norm(self) -> None:
-        """Write that batches are normalised with their own statistics, once."""
-        if not self._has_batch_norm:
-            self._has_batch_norm = True
-            self._session.emit("batch_norm", line=user_line())
-
-    def loss(self, loss: torch.Tensor, target: torch.Tensor, ignore_index: int) -> None:
-        """Write the gradient of a mean over targets that are not ignored, when it is computed."""
-        session = self._session
-        if not session.is_observed or not loss.requires_grad or target.is_floating_point():
-            return
-        count = int((target != ignore_index).sum())
-        line = user_line()
-        value = loss.detach()
-
-        def backward(gradient: torch.Tensor) -> None:
-            session.emit("loss", count=count, value=float(value), scale=float(gradient), line=line)
-
-        loss.register_hook(session.guarded(backward))
-
-
-def observe_functions(session: Session) -> None:
-    """Observe dropout, attention, batch norm, and `cross_entropy` with class indices."""
-    observer = FunctionObserver(session)
-    dropped = session.guarded(observer.dropout)
-    normalised = session.guarded(observer.batch_norm)
-    dropout = F.dropout
-    attention = F.scaled_dot_product_attention
-    batch_norm = F.batch_norm
-    has_dropout = "dropout" not in session.without
-    has_batch_norm = "batch norm" not in session.without
-
-    # These have the signatures of torch.
-
-    def observed_dropout(
-        input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Any:
-        if training and p > 0 and not torch.compiler.is_compiling():
-            dropped(input)
-        return dropout(input, p, training and has_dropout, inplace)
-
-    def observed_attention(
-        query: Any,
+    def attention(
+        self,
+        query: torch.Tensor,
         key: Any,
         value: Any,
         attn_mask: Any = None,
         dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if dropout_p > 0 and not torch.compiler.is_compiling():
-            dropped(query)
-        return attention(query, key, value, attn_mask, dropout_p * has_dropout, *args, **kwargs)
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Write the state of the generator before the dropout of an attention."""
+        self.dropout(query, dropout_p)
 
-    def observed_batch_norm(
+    def cross_entropy(
+        self,
+        loss: torch.Tensor,
         input: Any,
-        running_mean: Any,
-        running_var: Any,
-        weight: Any = None,
-        bias: Any = None,
-        training: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if training and not torch.compiler.is_compiling():
-            normalised()
-        training = training and (has_batch_norm or running_mean is None)
-        return batch_norm(input, running_mean, running_var, weight, bias, training, *args, **kwargs)
-
-    _replace("dropout", observed_dropout)
-    _replace("scaled_dot_product_attention", observed_attention)
-    _replace("batch_norm", observed_batch_norm)
-    _observe_losses(session.guarded(observer.loss))
-
-
-def _observe_losses(computed: Callable[..., None]) -> None:
-    cross_entropy = F.cross_entropy
-
-    def observed_cross_entropy(
-        input: Any,
-        target: Any,
+        target: torch.Tensor,
         weight: Any = None,
         size_average: Any = None,
         ignore_index: int = -100,
         reduce: Any = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-    ) -> Any:
-        options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        loss = cross_entropy(input, target, *options)
+    ) -> None:
+        """Write the gradient of a mean over targets that are not ignored, when it is computed."""
+        session = self._session
         is_mean = reduction == "mean" and weight is None and size_average is None and reduce is None
-        if is_mean and not torch.compiler.is_compiling():
-            computed(loss, target, ignore_index)
-        return loss
+        has_classes = loss.requires_grad and not target.is_floating_point()
+        if not (is_mean and has_classes and session.is_observed):
+            return
+        count = int((target != ignore_index).sum())
+        line = user_line()
 
-    _replace("cross_entropy", observed_cross_entropy)
+        def backward(gradient: torch.Tensor) -> None:
+            session.emit("loss", count=count, scale=float(gradient), line=line)
+
+        loss.register_hook(session.guarded(backward))
 
 
-def _replace(name: str, observed: Any) -> None:
-    """Replace a function of `torch.nn.functional`, except while TorchScript compiles a module."""
+def observe_functions(session: Session) -> None:
+    """Observe dropout, attention, and `cross_entropy` with class indices."""
+    observer = FunctionObserver(session)
+    _observe(session, "dropout", before=observer.dropout)
+    _observe(session, "scaled_dot_product_attention", before=observer.attention)
+    _observe(session, "cross_entropy", after=observer.cross_entropy)
+
+
+def _observe(session: Session, name: str, **observers: Callable[..., None]) -> None:
+    """Observe a function of `torch.nn.functional`, except while torch compiles code."""
     functional: Any = F
     jit: Any = torch.jit
     original = getattr(F, name)
     script = torch.jit.script
+    session.observe(F, name, **observers)
+    eager = getattr(F, name)
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return eager(*args, **kwargs)
 
     def observed_script(*args: Any, **kwargs: Any) -> Any:
         setattr(functional, name, original)

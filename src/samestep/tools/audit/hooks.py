@@ -31,7 +31,7 @@ def install(folder: str) -> None:
     except OSError:  # or it belongs to another user, who runs this process
         return
     writer = EventWriter(folder)
-    sys.meta_path.insert(0, _TorchFinder(writer, settings["steps"], settings["without"]))
+    sys.meta_path.insert(0, _TorchFinder(writer, settings["steps"]))
 
 
 class _TorchFinder:
@@ -40,10 +40,9 @@ class _TorchFinder:
     Libraries look for the module without an import, too: `importlib.util.find_spec("torch")`.
     """
 
-    def __init__(self, writer: EventWriter, steps: int, without: Sequence[str]) -> None:
+    def __init__(self, writer: EventWriter, steps: int) -> None:
         self._writer = writer
         self._steps = steps
-        self._without = without
         self._is_searching = False
 
     def find_spec(
@@ -78,7 +77,7 @@ class _TorchFinder:
         from samestep.tools.audit.session import Session
         from samestep.tools.audit.steps import observe_modules, observe_steps
 
-        session = Session(self._writer, self._steps, self._without)
+        session = Session(self._writer, self._steps)
         observe_steps(session)
         observe_loaders(session, before_pass=observe_modules(session).begins)
         observe_functions(session)

@@ -6,7 +6,7 @@ import functools
 import operator
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,12 +30,10 @@ class Session:
     Args:
         writer: the writer of this process.
         limit: number of optimizer steps that are observed one by one.
-        without: parts of the model that an experiment turns off: `dropout`, `batch norm`.
     """
 
-    def __init__(self, writer: EventWriter, limit: int, without: Sequence[str] = ()) -> None:
+    def __init__(self, writer: EventWriter, limit: int) -> None:
         self.writer = writer
-        self.without = without
         self._limit = limit
         self._group: Any = None
         self._has_launcher = False  # an event of this process has it

@@ -56,11 +56,11 @@ class Finding:
         object.__setattr__(self, "fix", FIXES[self.name])
 
 
-def differs(first: Summary, second: Summary, tolerance: float = _TOLERANCE) -> bool:
+def differs(first: Summary, second: Summary) -> bool:
     """Whether two finite summaries of tensors differ by more than rounding."""
     if first is None or second is None or not all(map(math.isfinite, (*first, *second))):
         return False
-    scale = tolerance * max(first[0], second[0])
+    scale = _TOLERANCE * max(first[0], second[0])
     return abs(first[0] - second[0]) > scale or abs(first[1] - second[1]) > 10 * scale
 
 
@@ -277,7 +277,7 @@ def _losses(world: World, updates: list[Update]) -> Iterator[Finding]:
             by_step[event["step"]].append(event)
         for step, of_step in by_step.items():
             calls[step].append(of_step)
-    expected = batches_per_update(world)
+    expected = _batches_per_update(world)
     steps = [
         [event for events in ranks for event in events]
         for ranks in calls.values()
@@ -301,7 +301,7 @@ def _losses(world: World, updates: list[Update]) -> Iterator[Finding]:
         yield Finding("loss-normalisation", text, first["line"])
 
 
-def batches_per_update(world: World) -> float:
+def _batches_per_update(world: World) -> float:
     """Return the usual number of batches of training between two optimizer steps."""
     trained = [one for one in passes(world.ranks[0]) if one.trains]
     steps = Counter(batch["step"] for one in trained for batch in one.batches)

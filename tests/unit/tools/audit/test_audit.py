@@ -36,7 +36,7 @@ def test_file_has_no_effect_without_the_variable(packages: Path) -> None:
 
 
 def test_hooks_are_installed_once_and_import_nothing_large(packages: Path, tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text(json.dumps({"steps": 1, "without": []}))
+    (tmp_path / "settings.json").write_text(json.dumps({"steps": 1}))
     code = (
         "assert [type(f).__name__ for f in sys.meta_path].count('_TorchFinder') == 1; "
         "assert not {'torch', 'typing', 'pathlib', 'numpy'} & (set(sys.modules) - before)"
@@ -46,7 +46,7 @@ def test_hooks_are_installed_once_and_import_nothing_large(packages: Path, tmp_p
 
 @pytest.mark.slow
 def test_search_for_torch_before_its_import(packages: Path, tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text(json.dumps({"steps": 1, "without": []}))
+    (tmp_path / "settings.json").write_text(json.dumps({"steps": 1}))
     code = (
         "from importlib.util import find_spec; assert find_spec('torch') and find_spec('torch'); import torch; "
         "assert torch.nn.functional.dropout.__module__.startswith('samestep'); "
