@@ -390,7 +390,6 @@ UNREADABLE = {
         "eval runs/a",
         "predict runs/a recipe.yaml",
         "export runs/a",
-        "diff runs/a --step 1",
         "diff runs/a runs/b",
         "report runs/a --out report.html",
         "top runs/a --once",

@@ -181,19 +181,6 @@ def checksum_event(trained: Trained, cursor: Cursor) -> dict[str, Any]:
     return {}
 
 
-def checksums_by_name(trained: Trained, cursor: Cursor) -> dict[str, str]:
-    """Return the share of each tensor and value of the checksum; empty on ranks other than 0."""
-    if not trained.world.is_main:
-        return {}
-    state = _state_of(trained, cursor)
-    host = torch.device("cpu")
-    sums = {
-        name: int(_sum_of_tensors({name: tensor}, host)) for name, tensor in state.tensors.items()
-    }
-    sums |= {name: _sum_of_values({name: value}) for name, value in state.values.items()}
-    return {name: f"{value % MODULUS:016x}" for name, value in sums.items()}
-
-
 def _state_of(trained: Trained, cursor: Cursor) -> _State:
     training = trained.training
     assert not training.parameters.is_divided

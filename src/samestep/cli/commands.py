@@ -49,9 +49,7 @@ COMMANDS = {
     "audit": Command(
         "check", "tools", "find mistakes of distributed training in any training command"
     ),
-    "diff": Command(
-        "check", "experiments", "find the first difference of two runs, or compute a step again"
-    ),
+    "diff": Command("check", "experiments", "find the first difference of two runs"),
     "doctor": Command("check", "tools", "check this machine before training"),
     "bench": Command("speed", "experiments", "compare ways to run a recipe on this machine"),
     "profile": Command(

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from samestep.checkpoint.durable_files import replacing
 from samestep.cli.commands import PRELOAD
-from samestep.cli.launch_options import LaunchOptions, LoaderOptions, gpu_names
+from samestep.cli.launch_options import LoaderOptions, gpu_names
 from samestep.cli.options import (
-    TRUST,
     BatchOptions,
     DeviceOption,
     JsonOption,
@@ -31,21 +30,20 @@ from samestep.cli.options import (
     output_folder,
     parse_strategy,
 )
-from samestep.cli.run_plans import load_resolved, plan_to_replay
+from samestep.cli.run_plans import load_resolved
 from samestep.config import Recipe, RunOptions, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_STOPPED, InputError, printable
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
-from samestep.runs import LOOP, run_folder
+from samestep.runs import run_folder
 from samestep.script.mode import imports_samestep
 from samestep.tools import bench, learning_rates
 from samestep.tools.launch import describe_machine
 from samestep.units import plural
 
 if TYPE_CHECKING:
-    from samestep.tools.diff import Comparison, Replayed, Replays, Subject
-    from samestep.tools.run_log import Run
-    from samestep.tools.verify.trials import Subject as VerifiedSubject
+    from samestep.tools.diff import Comparison
+    from samestep.tools.verify.trials import Subject
 
 _STEPS = 3
 _ACCURACIES = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of gradients that ranks exchange
@@ -120,7 +118,7 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
             return EXIT_DONE
         return EXIT_DIFFERS
 
-    def _subject(self) -> VerifiedSubject:
+    def _subject(self) -> Subject:
         from samestep.tools.verify.trials import Subject
 
         script = self.script()
@@ -171,25 +169,17 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff(JsonOption, LaunchOptions):
-    """Find the first difference of two runs, or compute a step again.
+class Diff(JsonOption):
+    """Find the first difference of two runs.
 
-    The recipes, environments and checksums of two runs are compared; the first step with different
-    checksums of both runs is computed again to find the first different tensor. With --step, a step
-    of one run or of two runs is computed again and compared with the log. The runs are only read.
-    Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.
+    Their recipes, environments and logged checksums are compared. The runs are only read.
+    Exit codes: 0 equal, 2 invalid input, 3 different.
     """
 
     example: ClassVar = "samestep diff runs/first runs/second"
 
     folders: Sequence[Path] = argument(
-        "RUN", "name or directory of a run", nargs="+", type=run_folder
-    )
-    step: int | None = option("step to compute again (needed with one run)", "N")
-    no_replay: bool = option("compare the logs only", default=False)
-    trust: bool = option(TRUST, default=False)
-    accept_changes: bool = option(
-        "replay although the user's Python modules have changed", default=False
+        "RUN", "names or directories of two runs", nargs=2, type=run_folder
     )
 
     def run(self) -> int:
@@ -197,79 +187,18 @@ class Diff(JsonOption, LaunchOptions):
         from samestep.tools.diff import compare_logs
         from samestep.tools.run_log import read_runs
 
-        if len(self.folders) > 2 or (len(self.folders) == 1 and self.step is None):
-            fix = "samestep diff RUN RUN, or samestep diff RUN --step N"
-            raise option_conflict(f"{plural(len(self.folders), 'run')} without --step", fix)
         runs = read_runs(self.folders)
-        replays: list[Replayed] = []
-        finding = None
-        note = None
-        log_data: dict[str, Any] = {}
-        lines: dict[str, list[str]] = {}
-        if self.step is not None:
-            replays, finding = self._replay(runs, self.step - 1, self.step)
-            equal = finding is None
-        else:
-            logs = compare_logs(*runs)
-            log_data = asdict(logs)
-            lines = _compared(logs)
-            equal = logs.first_different is None and logs.compared > 0
-            has_script = any((run.folder / LOOP).is_file() for run in runs)
-            # Different recipes explain all later differences; a script cannot be started again.
-            if logs.recipe or has_script or self.no_replay:
-                note = "not replayed: --no-replay, different recipes, or the run of a script"
-            elif logs.first_different is not None:
-                replays, finding = self._replay(runs, logs.last_equal, logs.first_different)
-        data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
-        data["finding"] = None
-        data["replays"] = list(map(asdict, replays))
-        if note is not None and not equal:
-            lines["note"] = [note]
-        if replays:
-            lines["replays"] = list(map(_replayed, replays))
-            lines["difference"] = []
-        if finding is not None:
-            data["finding"] = asdict(finding)
-            lines["difference"] = [finding.text]
+        logs = compare_logs(*runs)
+        equal = logs.first_different is None and logs.compared > 0
         texts = []
-        for title, values in lines.items():
+        for title, values in _compared(logs).items():
             for label, line in zip([title, *[""] * len(values)], values or ["equal"], strict=False):
                 texts.append(f"{label:<14}{printable(line)}")
-        self.result({**data, **log_data}, *texts)
+        data = {"runs": [str(run.folder) for run in runs], "equal": equal}
+        self.result({**data, **asdict(logs)}, *texts)
         if equal:
             return EXIT_DONE
         return EXIT_DIFFERS
-
-    def _replay(self, runs: list[Run], after: int, step: int) -> Replays:
-        """Compute runs again, from a checkpoint before the last checksum up to `step`."""
-        from samestep.tools.diff import ReplayOptions, no_checksum, replay_and_compare
-
-        subjects = []
-        for run in runs:
-            logged = max((one for one in run.events.checksums if one <= step), default=None)
-            if logged is None:
-                raise no_checksum(f"{run.folder} has no checksum up to step {step}")
-            subjects.append(self._subject(run, min(after, logged - 1), step))
-        options = options_of(ReplayOptions, self, preload=PRELOAD, environment=self.environment)
-        return replay_and_compare(subjects, step, options, self.note)
-
-    def _subject(self, run: Run, begin: int, step: int) -> Subject:
-        """Return a run to compute from a checkpoint at or before `begin`.
-
-        Without options, it has the ranks of `step`.
-        """
-        from samestep.tools.diff import Subject
-
-        starts = [start for start in run.starts if start.get("from_step", 0) < step]
-        processes = 1
-        if starts:
-            processes = starts[-1].get("processes", 1)
-        plan = plan_to_replay(run.folder, begin, trust=self.trust)
-        recipe = plan.recipe
-        if self.processes is not None or self.devices is not None:
-            processes = self.process_range(recipe)[1]
-        resolve_mesh(recipe.strategy, processes, recipe.microbatch_count)
-        return Subject(run.folder, recipe, plan.checkpoint, processes, run.events.checksums)
 
 
 def _compared(logs: Comparison) -> dict[str, list[str]]:
@@ -286,15 +215,6 @@ def _compared(logs: Comparison) -> dict[str, list[str]]:
         "environment": logs.environment,
         "checksums": [checksums],
     }
-
-
-def _replayed(replayed: Replayed) -> str:
-    result = f"has the logged {plural(replayed.compared, 'checksum')}"
-    if replayed.first_different is not None:
-        result = f"differs from the log from step {replayed.first_different} on"
-    processes = plural(replayed.processes, "process")
-    steps = f"steps {replayed.first + 1} to {max(replayed.checksums)} on {processes}"
-    return f"{replayed.run}, {steps}: {result}"
 
 
 def _ways(text: str) -> tuple[str, ...]:

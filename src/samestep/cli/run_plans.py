@@ -1,4 +1,4 @@
-"""Recipes and plans of commands: a new, resumed or evaluated run, or a step computed again."""
+"""Recipes and plans of commands: a new, resumed or evaluated run."""
 
 from __future__ import annotations
 
@@ -125,38 +125,14 @@ def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fi
         raise CheckpointError(problem, expected, fix, code="E_RESUME_CHANGED")
 
 
-def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:
-    """Return the plan that computes the steps of a run after `begin` again.
-
-    It starts from a checkpoint at or before `begin`, if there is one. The number of epochs, on
-    which a schedule can depend, is that of the first later checkpoint, if there is one.
-    """
-    steps = {step_of(path): path for path in CheckpointFolder(folder / "checkpoints").steps()}
-    later = [number for number in steps if number > begin]
-    overrides: list[str] = []
-    if later:
-        epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
-        if isinstance(epochs, int):
-            overrides = [f"epochs={epochs}"]
-    before = [number for number in steps if number <= begin]
-    if before:
-        return plan_from_checkpoint(folder, str(max(before)), overrides, trust=trust)
-    _require_run(folder)
-    return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
-
-
-def refuse_script_run(folder: Path) -> None:
-    """Raise an `InputError` for the run of a script: no recipe describes its model and data."""
+def _require_run(folder: Path) -> None:
+    """Require the run of a recipe: none describes the model and the data of a script."""
     with run_errors(folder):
         is_script = (folder / LOOP).is_file()
     if is_script:
         expected = "the run of a recipe: a script builds model and data itself"
         fix = "start the script again, which continues its run"
         raise InputError(f"{folder} is the run of a script", expected, fix, code="E_SCRIPT")
-
-
-def _require_run(folder: Path) -> None:
-    refuse_script_run(folder)
     has_steps = bool(CheckpointFolder(folder / "checkpoints").steps())
     if not has_steps and not (folder / "recipe.yaml").is_file():
         raise not_a_run(folder)
