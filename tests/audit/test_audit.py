@@ -175,7 +175,7 @@ def test_signal_ends_all_processes_of_the_command(number: signal.Signals, tmp_pa
     )
     with Running("audit", "--", sys.executable, LAUNCHER, 2, script, cwd=tmp_path) as running:
         running.until(lambda: {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, "two ranks")
-        running.kill(number)
+        running.kill_group(number)
         done = running.wait(30)
         assert done.code == 128 + number
         assert "1 finding; 2 ranks" in done.out

@@ -28,7 +28,7 @@ from rich.padding import Padding
 
 from samestep.distributed.env import environment_copy
 from samestep.distributed.logging import plain_console
-from samestep.distributed.signals import GROUP_SIGNALS
+from samestep.distributed.signals import GROUP_SIGNALS, handled_signals
 from samestep.errors import InputError, printable
 from samestep.tools.audit.data_findings import (
     data_findings,
@@ -53,7 +53,7 @@ _SUBJECTS = {
 }
 _PTH = "samestep-audit.pth"
 _SHEBANG = 256  # bytes, as in Linux
-_TERMINAL_STOPS = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+_OF_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to the command too
 # The package can have been removed since: then the file has no effect, and prints nothing.
 _LINE = (
     f"import os; folder = os.environ.get('{_VARIABLE}'); folder and exec("
@@ -99,68 +99,28 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
 
 
 def _run(command: Sequence[str], variables: dict[str, str], stdout: TextIO | None) -> int:
-    """Run a command in its own process group, to which signals are forwarded, and return its code.
+    """Run a command, and return its code; a signal ends the command, and the report follows.
 
-    The report follows the end of the command. A terminal in the foreground of which this process
-    runs is handed to the command until it ends or stops: it reads input, and Ctrl-C and Ctrl-Z
-    reach it.
+    The command has the process group of the audit, and so the terminal: it reads input, and Ctrl-C
+    and Ctrl-Z reach it. Other signals are forwarded.
     """
     received: list[int] = []
-    groups: list[int] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, _: FrameType | None = None) -> None:
         received.append(number)
-        for group in groups:
-            with suppress(ProcessLookupError):
-                os.killpg(group, number)
+        if number not in _OF_TERMINAL:
+            for process in processes:
+                process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in GROUP_SIGNALS}
-    try:
-        with subprocess.Popen(command, env=variables, stdout=stdout, process_group=0) as process:
-            groups.append(process.pid)
-            for number in tuple(received):  # before the start
-                forward(number)
-            return _wait(process)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end of a command in its own process group, and return its code.
-
-    When the terminal stops the command, as by Ctrl-Z, this process stops too, until it continues.
-    """
-    while True:
-        has_terminal = _pass_terminal(os.getpgrp(), process.pid)
-        with suppress(PermissionError):  # of another user
-            os.killpg(process.pid, signal.SIGCONT)  # it may have stopped at its first read
-        while True:
-            _, status = os.waitpid(process.pid, os.WUNTRACED)
-            if not os.WIFSTOPPED(status) or os.WSTOPSIG(status) in _TERMINAL_STOPS:
-                break
-        if has_terminal:
-            _pass_terminal(process.pid, os.getpgrp())
-        if not os.WIFSTOPPED(status):
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _pass_terminal(holder: int, group: int) -> bool:
-    """Hand the terminal from the process group in its foreground to another; return the success."""
-    # The kernel stops a process in the background that changes the foreground, by this signal.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
-    try:
-        with open("/dev/tty", "rb") as terminal:
-            if os.tcgetpgrp(terminal.fileno()) != holder:
-                return False
-            os.tcsetpgrp(terminal.fileno(), group)
-    except OSError:  # no terminal, or the group has ended
-        return False
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return True
+    with (
+        handled_signals(GROUP_SIGNALS, forward),
+        subprocess.Popen(command, env=variables, stdout=stdout) as process,
+    ):
+        processes.append(process)
+        for number in tuple(received):  # before the start
+            forward(number)
+        return process.wait()
 
 
 def _require_own_python(command: Sequence[str], variables: dict[str, str], packages: str) -> None:
