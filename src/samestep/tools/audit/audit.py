@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -52,7 +50,6 @@ _SUBJECTS = {
     "written files": {"file"},
 }
 _PTH = "samestep-audit.pth"
-_SHEBANG = 256  # bytes, as in Linux
 _OF_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to the command too
 # The package can have been removed since: then the file has no effect, and prints nothing.
 _LINE = (
@@ -70,18 +67,16 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
     becomes standard error. For `steps` see `Session`.
 
     Raises:
-        InputError: the command cannot be started, it is run by another Python, or the folder of
-            installed packages is not writable.
+        InputError: the command cannot be started, or the folder of installed packages is not
+            writable.
     """
-    packages = sysconfig.get_path("purelib")
-    install_hooks(Path(packages))
+    install_hooks(Path(sysconfig.get_path("purelib")))
     (folder / "settings.json").write_text(json.dumps({"steps": steps}), encoding="utf-8")
     variables = environment_copy()
     # As in an activated environment: `python` and `torchrun` are those with the hooks in their
     # packages.
     programs = variables.get("PATH", os.defpath)
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{programs}"
-    _require_own_python(command, variables, packages)
     variables[_VARIABLE] = str(folder)
     stdout = sys.stderr if quiet else None
     try:
@@ -121,38 +116,6 @@ def _run(command: Sequence[str], variables: dict[str, str], stdout: TextIO | Non
         for number in tuple(received):  # before the start
             forward(number)
         return process.wait()
-
-
-def _require_own_python(command: Sequence[str], variables: dict[str, str], packages: str) -> None:
-    """Require that a command which names its Python, itself or on the first line, names this one.
-
-    Other commands, such as shell scripts, are known by the events of their processes only.
-    """
-    program = shutil.which(command[0], path=variables["PATH"])
-    if program is None:
-        return
-    words = [program]
-    first = b""
-    with suppress(PermissionError), open(program, "rb") as file:
-        first = file.readline(_SHEBANG)
-    if first.startswith(b"#!"):
-        words = os.fsdecode(first[2:]).split()
-    if not any(Path(word).name.startswith("python") for word in words):
-        return
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    environment = {name: value for name, value in variables.items() if name != _VARIABLE}
-    done = subprocess.run(
-        [*words, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    other = done.stdout.strip()
-    if done.returncode == 0 and os.path.realpath(other) != os.path.realpath(packages):
-        raise InputError(
-            f"{command[0]} runs {' '.join(words)}, with packages in {other}",
-            expected=f"the Python of Samestep, {sys.executable}: its processes are observed",
-            fix=f"install samestep in that environment, and audit with its samestep; or start the "
-            f"command with {sys.executable}",
-            code="E_NOTHING_OBSERVED",
-        )
 
 
 def install_hooks(packages: Path) -> None:
