@@ -302,12 +302,8 @@ class Report(JsonOption):
                     raise InputError(value, expected, fix, code="E_OUTPUT")
             with replacing(out) as temporary:
                 temporary.write_text(text, encoding="utf-8")
-        notes = []
-        for run in runs:
-            texts = [printable(f"{run.name}: {remark}") for remark in run.remarks]
-            notes += [f"{'note':<12}{text}" for text in texts]
         data = {"report": str(out), "bytes": out.stat().st_size, "runs": list(map(summary, runs))}
-        self.result(data, *notes, f"{'report':<12}{out}")
+        self.result(data, f"{'report':<12}{out}")
         return EXIT_DONE
 
 

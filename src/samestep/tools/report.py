@@ -117,7 +117,6 @@ def summary(run: Run) -> dict[str, Any]:
             }
             for log in run.ranks
         ],
-        "notes": run.remarks,
     }
 
 

@@ -1,14 +1,12 @@
 """Content of a run directory: recipe, starts, events, and the files of its ranks.
 
-`top`, `report`, `diff` and `push` read it. A line can be cut by a kill. Text has no control
+`top`, `report` and `diff` read it. A line can be cut by a kill, and is skipped. Text has no control
 characters.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from samestep.errors import InputError, printable
 from samestep.loggers.logger import parse_json_line, to_json
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP, not_a_run
-from samestep.units import plural
 
 _CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
 _NOT_METRICS = (
@@ -31,7 +28,6 @@ _NOTES = ("note", "skipped", "stop")
 _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
 _MEANS = ("data_share", "wait_share", "cpu_percent", "samples_per_second")  # of ranks
 _MAX_LOGGED = 100
-_LOG_BYTES = 1 << 31
 _LINE_BYTES = 1 << 22  # a longer line is no event
 
 
@@ -89,16 +85,12 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return cleaned
 
 
-def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the objects of a file, which may not exist, and the number of other lines."""
-    values = []
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file, which may not exist; other lines are skipped."""
     with suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as file:
-        if file.seek(0, os.SEEK_END) > _LOG_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {_LOG_BYTES:,} bytes", str(path))
-        file.seek(0)
         lines = iter(lambda: file.readline(_LINE_BYTES), b"")
-        values = [parse_line(line) for line in lines if line.strip(b"\0 \t\r\n")]
-    return [value for value in values if value is not None], values.count(None)
+        return [value for value in map(parse_line, lines) if value is not None]
+    return []
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
@@ -144,7 +136,6 @@ class EventLog:
         resumed: step of each resume.
         step: last completed step.
         end: event at the end of the run, which can be a failure; None if there is none.
-        unreadable: number of lines that cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -156,18 +147,18 @@ class EventLog:
         self.resumed: list[int] = []
         self.step = 0
         self.end: dict[str, Any] | None = None
-        events, unreadable = read_json_lines(path)
-        self.unreadable = sum(not self._add(event) for event in events) + unreadable
+        for event in read_json_lines(path):
+            self._add(event)
 
-    def _add(self, event: dict[str, Any]) -> bool:
-        """Add an event; return whether the event is valid."""
+    def _add(self, event: dict[str, Any]) -> None:
+        """Add an event, unless its values have other types."""
         kind = event.get("event")
         step = parse_count(event.get("step"))
         if not isinstance(kind, str) or (kind in ("step", "evaluation", "resume") and step is None):
-            return False
+            return
         counts = [event[name] for name in _COUNTS if name in event]
         if kind == "step" and any(parse_count(count) is None for count in counts):
-            return False
+            return
         self.end = event if kind in ("end", "failure") else None
         if step is not None:
             self._add_at(step, kind, event)
@@ -181,7 +172,6 @@ class EventLog:
             if kind == "failure":
                 text = f"{text}: {parse_text(event.get('text'))}"
             self.notes.append((event["time"], text))
-        return True
 
     def _add_at(self, step: int, kind: str, event: dict[str, Any]) -> None:
         if kind == "step":
@@ -229,7 +219,6 @@ class RankLog:
     sums: dict[str, float] = field(default_factory=dict)  # shares and rates, times seconds
     memory: float = 0.0  # largest resident memory in bytes, as is `gpu_memory`
     gpu_memory: float = 0.0
-    unreadable: int = 0
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a value, such as `data_share`; None if unknown."""
@@ -252,10 +241,9 @@ def read_ranks(folder: Path) -> list[RankLog]:
 
 
 def _read_rank(rank: int, path: Path) -> RankLog:
-    lines, unreadable = read_json_lines(path)
-    log = RankLog(rank, unreadable=unreadable)
+    log = RankLog(rank)
     previous: dict[str, Any] = {}
-    for line in lines:
+    for line in read_json_lines(path):
         seconds = 0.0  # for the first line of a process
         if previous and all(line.get(key) == previous.get(key) for key in ("pid", "host")):
             seconds = max(0.0, line["time"] - previous["time"])
@@ -286,7 +274,6 @@ class Run:
     starts: list[dict[str, Any]]  # entries of `environment.json`, one for each start and resume
     events: EventLog
     ranks: list[RankLog]
-    remarks: list[str]  # parts of the directory that cannot be read
 
     @property
     def state(self) -> str:
@@ -352,16 +339,9 @@ def read_run(folder: Path, name: str) -> Run:
         starts: list[dict[str, Any]] = []
         with suppress(FileNotFoundError, ValueError):  # missing, or damaged
             starts = read_objects(folder / "environment.json")
-        logs = {"events.jsonl": events.unreadable}
-        logs |= {f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks}
-        remarks = [
-            f"{file}: {plural(count, 'unreadable line')} skipped"
-            for file, count in logs.items()
-            if count
-        ]
         recipe = events.config
         text = to_json(recipe)
         if not is_loop:
             recipe = dict(read_yaml(path))
             text = read_small(path).decode()
-    return Run(folder, name, recipe, text, starts, events, ranks, remarks)
+    return Run(folder, name, recipe, text, starts, events, ranks)
