@@ -43,13 +43,6 @@ class Fault:
     verdict: str = "fail"
 
 
-def _plant_torchvision(folder: Path) -> None:
-    info = folder / "planted" / "torchvision-0.20.0.dist-info"
-    info.mkdir(parents=True)
-    text = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.20.0\nRequires-Dist: torch (==2.5.0)\n"
-    (info / "METADATA").write_text(text)
-
-
 def _plant_file(folder: Path) -> None:
     (folder / "runs").rmdir()
     (folder / "runs").write_text("")
@@ -79,12 +72,6 @@ FAULTS = {
     ),
     "workers larger than memory": Fault(
         "memory", "for 2 ranks", "fewer --processes or --workers", options=("--workers", "99999")
-    ),
-    "torchvision of another torch": Fault(
-        "requirements of torchvision",
-        "torchvision 0.20.0 requires torch==2.5.0",
-        "pip install --upgrade torchvision",
-        plant=_plant_torchvision,
     ),
     "file instead of folder": Fault("runs folder", "Not a directory", "--runs DIR", plant=_plant_file),
     "read-only folder": Fault(

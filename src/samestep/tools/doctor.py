@@ -7,20 +7,18 @@ import os
 import platform
 import re
 import resource
-import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
-from packaging.requirements import Requirement
 
 from samestep.checkpoint.durable_files import unsupported_features
 from samestep.config import DeviceKind
@@ -133,8 +131,7 @@ def check_machine(
     self_test = Finding("self-test", "info", "skipped")
     if not quick:
         devices, self_test = run_self_test(preload)
-    yield from check_packages()
-    yield check_torch_build(read_torch_build(), nvidia.driver)
+    yield from _check_packages()
     yield from check_variables(variables, usable_processors())
     yield from check_gpus(nvidia, devices)
     yield from _check_resources(plan)
@@ -146,69 +143,14 @@ def check_machine(
 # --- software -----------------------------------------------------------------------------------
 
 
-def check_packages() -> Iterator[Finding]:
-    """Check the requirements of the installed packages that runs use."""
+def _check_packages() -> Iterator[Finding]:
+    """List Python and the packages that runs use; `pip check` compares their requirements."""
     yield Finding("Python", "pass", platform.python_version())
-    installed = {name: installed_version(name) for name in _PACKAGES}
-    names = [name for name, number in installed.items() if number is not None]
-    versions = (f"{name} {installed[name]}" for name in names)
+    versions = []
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
     yield Finding("packages", "pass", ", ".join(versions))
-    conflicts = [conflict for name in names for conflict in _conflicts(name)]
-    yield from conflicts
-    if not conflicts:
-        yield Finding("requirements", "pass", "the requirements of all packages are met")
-
-
-def installed_version(name: str) -> str | None:
-    """Return the installed version of a package, from its metadata, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _conflicts(package: str) -> Iterator[Finding]:
-    for requirement in map(Requirement, requires(package) or ()):
-        installed = installed_version(requirement.name)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if installed is not None and requirement.specifier.contains(installed, prereleases=True):
-            continue
-        needed = f"{requirement.name}{requirement.specifier}"
-        # Samestep uses all of its own requirements, and compiled operators load only with the torch
-        # of their build; other requirements may never be used.
-        severity: Verdict = "warn"
-        if package == "samestep" or needed.startswith("torch=="):
-            severity = "fail"
-        value = f"{package} {version(package)} requires {needed}"
-        yield Finding(
-            f"requirements of {package}",
-            severity,
-            f"{value}; {installed or 'nothing'} is installed",
-            "the required version",
-            f"pip install --upgrade {package} '{needed}', in one command, from one index",
-        )
-
-
-def read_torch_build() -> Mapping[str, Any]:
-    """Return the variables of torch's `version.py`, since an import takes seconds or fails."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return {}
-    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-
-
-def check_torch_build(build: Mapping[str, Any], driver: str | None) -> Finding:
-    """Check that torch is built for the GPUs; `build` is the result of `read_torch_build`."""
-    cuda = build.get("cuda")
-    hip = build.get("hip")
-    return judged(
-        "torch build",
-        _verdict(driver is None or cuda is not None or hip is not None, "fail"),
-        f"CUDA {cuda}, ROCm {hip}, NVIDIA driver {driver}",
-        "a CUDA build of torch for GPUs",
-        "pip install --force-reinstall torch torchvision, without +cpu, from the default index",
-    )
 
 
 def check_variables(variables: Mapping[str, str], processors: int) -> Iterator[Finding]:
@@ -302,10 +244,10 @@ def check_gpus(nvidia: Nvidia, devices: TorchDevices | None) -> Iterator[Finding
         yield judged(
             "GPUs",
             _verdict(len(devices.gpus) >= len(nvidia.gpus), "fail"),
-            f"{names}; {len(nvidia.gpus)} reported by the driver",
+            f"{names}; driver {nvidia.driver or 'none'} reports {len(nvidia.gpus)}",
             "torch computes on each GPU",
-            "unset CUDA_VISIBLE_DEVICES, unless intended; see torch build; nvidia-smi -q reports a "
-            "lost GPU; without a kernel image, install torch for a newer CUDA",
+            "unset CUDA_VISIBLE_DEVICES, unless intended; nvidia-smi -q reports a lost GPU; for "
+            "another build, pip install --force-reinstall torch torchvision from the default index",
         )
     for index, gpu in enumerate(nvidia.gpus):
         yield judged(
@@ -457,7 +399,7 @@ def read_devices() -> TorchDevices:
     redirect_to_null([2])  # messages of C++ code; the finding reports the error
     module = accelerator_module()
     if torch.version.cuda is None:
-        return TorchDevices()
+        return TorchDevices(error=f"torch {torch.__version__} is built without CUDA")
     try:
         module.init()
         indices = range(module.device_count())

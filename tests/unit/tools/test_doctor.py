@@ -1,7 +1,6 @@
 """Tests of the checks of `samestep doctor` with constructed facts."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +13,9 @@ from samestep.tools.doctor import (
     TorchDevices,
     check_gpus,
     check_launcher,
-    check_packages,
-    check_torch_build,
     check_variables,
     judged,
     parse_nvidia_smi,
-    read_torch_build,
 )
 
 GIB = 1 << 30
@@ -58,29 +54,6 @@ def test_launchers() -> None:
     finding = check_launcher({"RANK": "0"})
     assert (finding.name, finding.verdict) == ("launcher", "fail")
     assert finding.fix
-
-
-@pytest.mark.parametrize(("package", "verdict"), [("torch", "fail"), ("sympy", "warn")])
-def test_missing_package(package: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samestep requires torch, which requires sympy."""
-    installed = doctor.installed_version
-    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == package else installed(name))
-    found = verdicts(check_packages())
-    assert found["requirements of samestep" if package == "torch" else "requirements of torch"] == verdict
-
-
-@pytest.mark.parametrize(
-    ("build", "driver", "verdict"),
-    [
-        ({}, None, "pass"),
-        ({"cuda": None, "hip": None}, "550.54.15", "fail"),
-        ({"cuda": "12.8"}, None, "pass"),
-        ({"cuda": "12.8"}, "550.54.15", "pass"),
-    ],
-)
-def test_torch_build(build: dict[str, Any], driver: str | None, verdict: str) -> None:
-    assert check_torch_build(build, driver).verdict == verdict
-    assert read_torch_build()["cuda"] == torch.version.cuda
 
 
 def test_nvidia_smi_output() -> None:
