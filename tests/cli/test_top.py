@@ -124,8 +124,6 @@ def test_killed_run(tmp_path: Path) -> None:
         until(lambda: not train.processes(), "the end of all processes", 30)
     # A process that was killed can hold the lock for a moment.
     until(lambda: status_of("runs/a", tmp_path)["state"] == "dead", "the end of the run", 30)
-    status = status_of("runs/a", tmp_path)
-    assert [row["sign"] for row in status["ranks"]] == ["gone", "gone"]
 
 
 @pytest.fixture(scope="module")

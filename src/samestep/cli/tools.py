@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _REPORT = "report.html"
 _TOP_SECONDS = 1.0  # between updates
-_STYLES = {"silent": "yellow", "gone": "bold red", "missing": "yellow"}
+_STYLES = {"silent": "yellow", "missing": "yellow"}
 # Title, format and keys in a rank's line of each column.
 _COLUMNS = (
     ("step", "{:,.0f}".format, ("step",)),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-import psutil
 
 from samestep.checkpoint.folder_lock import is_locked
 from samestep.distributed.disk_operations import regular_file
@@ -29,7 +26,6 @@ SILENT_SECONDS = 10.0
 _EVENT_BYTES = 1 << 18  # some hundred steps
 _RANK_BYTES = 1 << 16  # some hundred lines, of which only the last is used
 _MAX_RANKS = 100_000
-_START_SECONDS = 10.0  # error of the start time of a process
 # starting: no rank has written. failed: rank 0 has logged a failure. dead: no process holds the
 # lock, and the run has logged no end.
 State = Literal["starting", "running", "stopped", "ended", "failed", "dead"]
@@ -40,9 +36,8 @@ class RankRow:
     """State of one rank."""
 
     rank: int
-    # silent: no line for some seconds. gone: the process was on this machine and has ended.
-    # missing: no line at all.
-    sign: Literal["active", "silent", "gone", "missing"] = "missing"
+    # silent: no line for some seconds. missing: no line at all.
+    sign: Literal["active", "silent", "missing"] = "missing"
     age_seconds: float | None = None  # since the last line
     line: Mapping[str, Any] = field(default_factory=dict)  # last line; see docs/guides/runs.md
 
@@ -159,23 +154,6 @@ def _read_rank(rank: int, path: Path, is_running: bool) -> RankRow:
         return RankRow(rank)
     # The clock of another machine can be wrong.
     age = round(max(0.0, time.time() - path.stat().st_mtime), 1)
-    if is_running and line.get("host") == socket.gethostname() and not _is_alive(line):
-        return RankRow(rank, "gone", age, line)
     if is_running and age >= SILENT_SECONDS:
         return RankRow(rank, "silent", age, line)
     return RankRow(rank, "active", age, line)
-
-
-def _is_alive(line: Mapping[str, Any]) -> bool:
-    """Return whether the process that wrote a line still runs; a later one reuses its number."""
-    pid = parse_count(line.get("pid"))
-    if pid is None:
-        return False
-    try:
-        process = psutil.Process(min(pid, 2**31 - 1))
-        is_same = process.create_time() <= line["time"] + _START_SECONDS
-        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.AccessDenied:
-        return True
-    except (psutil.NoSuchProcess, ValueError):  # ValueError: no number of a process
-        return False
