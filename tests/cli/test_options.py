@@ -283,7 +283,7 @@ def test_certificate_of_a_divided_model_holds_within_rounding(
         recipe = ("digits",)
     if strategy in ("fsdp", "pp") and not mesh:
         options = (*options, "--kill-at", 2, "--resume-on", 2)
-    certificate = verify(tmp_path, capsys, *recipe, *options, "--reduction", "fast", "--processes", processes)
+    certificate = verify(tmp_path, capsys, *recipe, *options, "step.reduction=fast", "--processes", processes)
     assert (certificate["level"], certificate["double"]) == ("rounding", True)
     for run in certificate["comparisons"]:
         assert run["quantities"]["order of samples"] == "bits"
@@ -317,7 +317,7 @@ def test_run_with_stages_is_resumed_on_one_process_and_back(tmp_path: Path) -> N
 def test_exact_tensor_axis_has_the_bits_of_one_process_with_equal_slices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--strategy", "tp", "--reduction", "exact", "--processes", "1,2", "step.tensor_slices=2")
+    options = ("--strategy", "tp", "--exact", "--processes", "1,2", "step.tensor_slices=2")
     certificate = verify(tmp_path, capsys, *LANGUAGE, *options)
     assert certificate["level"] == "bits"
     assert [run["first_difference"] for run in certificate["comparisons"]] == [None]
@@ -327,7 +327,7 @@ def test_exact_tensor_axis_has_the_bits_of_one_process_with_equal_slices(
 @pytest.mark.slow
 def test_several_devices_per_rank_give_equal_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("strategy.devices=2", "strategy.place={stem: 0, blocks: 0, head: 1}")
-    options = ("--strategy", "device_map", "--reduction", "exact", *settings, "--processes", "1,2")
+    options = ("--strategy", "device_map", "--exact", *settings, "--processes", "1,2")
     certificate = verify(tmp_path, capsys, "digits", *options)
     assert certificate["level"] == "bits"
     assert [run["first_difference"] for run in certificate["comparisons"]] == [None]

@@ -72,8 +72,7 @@ def test_exact_reduction_gives_equal_bits_also_after_a_kill(
         *recipe,
         "--processes",
         counts,
-        "--reduction",
-        "exact",
+        "--exact",
         "--steps",
         "2",
         "--kill-at",
@@ -100,7 +99,7 @@ def test_fast_reduction_differs_by_rounding_in_float64(
 ) -> None:
     recipe = recipe_of(name, image_folder)
     data = certificate(
-        capsys, tmp_path, *recipe, "--processes", "1,3,4", "--steps", "2", "--reduction", "fast", "--double"
+        capsys, tmp_path, *recipe, "--processes", "1,3,4", "--steps", "2", "step.reduction=fast", "--double"
     )
     assert (data["double"], data["level"], data["modules"][0]["reduction"]) == (True, "rounding", "fast")
     for run in data["comparisons"]:
@@ -112,7 +111,7 @@ def test_fast_reduction_differs_by_rounding_in_float64(
 
 @pytest.mark.slow
 def test_token_recipe_on_four_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    data = certificate(capsys, tmp_path, "tokens", "--processes", "1,4", "--steps", "2", "--reduction", "exact")
+    data = certificate(capsys, tmp_path, "tokens", "--processes", "1,4", "--steps", "2", "--exact")
     [run] = data["comparisons"]
     absent = {"buffers", "written files"}  # the model has none, and the recipe writes none in a trial
     assert {name for name, verdict in run["quantities"].items() if verdict != "bits"} == absent

@@ -67,7 +67,7 @@ def recipe(name: str, root: Path) -> tuple[str, ...]:
 def test_exact_reduction_gives_equal_bits_also_after_a_kill(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
-    arguments = ("--processes", "1,2,3", "--reduction", "exact", "--steps", "2", "--kill-at", "2", "--resume-on", "2")
+    arguments = ("--processes", "1,2,3", "--exact", "--steps", "2", "--kill-at", "2", "--resume-on", "2")
     data = certificate(capsys, tmp_path, *recipe(name, tmp_path), *arguments)
     assert [run["processes"] for run in data["comparisons"]] == [
         "2 processes",

@@ -86,7 +86,7 @@ def test_every_script_is_listed() -> None:
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    return ("--reduction", "exact") if name in OF_BITS else ()
+    return ("--exact",) if name in OF_BITS else ()
 
 
 @pytest.mark.parametrize("name", marked(list(MISTAKES)))

@@ -6,9 +6,9 @@ The tools are imported by the commands that use them: some import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from samestep.checkpoint.durable_files import replacing
 from samestep.cli.commands import PRELOAD
@@ -70,12 +70,9 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
         type=integers,
     )
     steps: int | None = option(f"optimizer steps (default {_STEPS}; for a script, all)", "N")
-    reduction: Literal["exact", "fast"] | None = option(
-        "exact requires equal bits, fast equality to rounding; a recipe runs with it (default: the "
-        "subject's)"
-    )
     exact: bool = option(
-        "the same as --reduction exact; an unchanged script runs with it", default=False
+        "require equal bits; a recipe and an unchanged script run with the reduction exact",
+        default=False,
     )
     double: bool = option("use float64, which separates rounding from wrong results", default=False)
     kill_at: int | None = option("also kill a rank in this step, and resume", "STEP")
@@ -87,10 +84,6 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
         """Verify and print; return 0 if results are equal, otherwise 3."""
         from samestep.tools.verify import verification
 
-        if self.exact and self.reduction == "fast":
-            raise option_conflict("--exact and --reduction fast")
-        if self.exact and self.reduction is None:  # two spellings of one option
-            return replace(self, reduction="exact").run()
         subject = self._subject()
         conditions = self._conditions(subject.recipe)
         with output_folder(self.out, f"verify-{Path(subject.name).stem}") as folder:
@@ -130,8 +123,8 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
                 is_unchanged=not imports_samestep(script),
             )
         overrides = self.strategy_overrides()
-        if self.reduction is not None:
-            overrides.append(f"step.reduction={self.reduction}")
+        if self.exact:
+            overrides.append("step.reduction=exact")
         recipe = load_resolved(self.recipe, [*overrides, *self.overrides], self.note)
         return Subject(name=Path(self.recipe).stem, recipe=recipe)
 
@@ -156,8 +149,8 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
             is_exact = recipe.strategy.is_exact(recipe.step.tensor_slices)
             requires_bits = recipe.step.reduction == "exact" and is_exact
             accuracy = _ACCURACIES.get(recipe.strategy.hook, 0.0)
-        elif self.reduction is not None:
-            requires_bits = self.reduction == "exact"
+        elif self.exact:
+            requires_bits = True
         return Conditions(
             steps=steps,
             device=self.device,
