@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from samestep.checkpoint.durable_files import replacing
 from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import LoaderOptions, gpu_names
 from samestep.cli.options import (
@@ -32,7 +31,7 @@ from samestep.cli.options import (
 )
 from samestep.cli.run_plans import load_resolved
 from samestep.config import Recipe, RunOptions, resolve_mesh
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_STOPPED, InputError, printable
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, printable
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
 from samestep.runs import run_folder
@@ -298,20 +297,12 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         )
         with output_folder(self.out, f"bench-{Path(self.recipe).stem}") as folder:
             facts = {"recipe": recipe_data(recipe), "machine": describe_machine(gpus)}
-
-            # After each way: a comparison takes long, and can be stopped.
-            def save(results: dict[str, Any]) -> None:
-                with replacing(folder / "bench.json") as temporary:
-                    temporary.write_text(to_json({**facts, **results}), encoding="utf-8")
-
-            results = bench.compare(variants, absent, plan, self.note, save)
-        data = {**facts, **results}
+            data = {**facts, **bench.compare(variants, absent, plan, self.note)}
+            (folder / "bench.json").write_text(to_json(data), encoding="utf-8")
         if not self.json:
             bench.show(data)
         self.result({**data, "folder": str(folder)}, f"written     {folder / 'bench.json'}")
-        if data["complete"]:
-            return EXIT_DONE
-        return EXIT_STOPPED
+        return EXIT_DONE
 
     def _find_rate(self, recipe: Recipe) -> int:
         """Train with growing rates, and print a suggestion."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from samestep.config import Recipe, RunOptions, StrategyConfig, resolve_mesh
 from samestep.distributed.logging import plain_console
 from samestep.errors import InputError, printable
-from samestep.launcher.launch import RankError, StoppedError
+from samestep.launcher.launch import RankError
 from samestep.loggers.logger import format_metric
 from samestep.tools.launch import run_on_ranks
 from samestep.units import plural
@@ -200,52 +200,36 @@ def compare(
     absent: Sequence[Absent],
     plan: Plan,
     report: Callable[[str], None],
-    save: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:
     """Train each variant once, then time all of them in turn; return the results as plain data.
 
     Every round contains all variants, those with equally many ranks in the same processes: a
-    machine that becomes slower affects all variants alike. A request to stop ends the comparison
-    with the results so far, which `save` receives after each variant and each round. The first
-    variant is the baseline. `report` receives messages.
+    machine that becomes slower affects all variants alike. The first variant is the baseline.
+    `report` receives messages.
 
     Raises:
         RankError: the first variant failed.
-        StoppedError: a stop was requested before the first result.
+        StoppedError: a stop was requested.
     """
     rows: list[Row] = []
     failed: list[Absent] = []
-
-    def results(*, is_complete: bool) -> dict[str, Any]:
-        data = comparison_data(plan, rows, [*absent, *failed])
-        data["complete"] = is_complete
-        save(data)
-        return data
-
-    try:
-        for number, contender in enumerate(contenders, start=1):
-            devices = plural(contender.devices, "device")
-            report(f"training {contender.name} on {devices} ({number} of {len(contenders)})")
-            try:
-                trained = plan.run(
-                    "train_contender", contender, plan.epochs, processes=contender.processes
-                )
-            except RankError as error:
-                if not rows:
-                    raise
-                failed.append(Absent(contender.name, contender.devices, str(error).splitlines()[0]))
-            else:
-                rows.append(Row(contender, trained))
-            results(is_complete=False)
-        for number in range(plan.rounds):
-            report(f"timing, round {number + 1} of {plan.rounds}")
-            _time_round(rows, plan, is_reversed=number % 2 == 1)
-            results(is_complete=number + 1 == plan.rounds)
-    except (StoppedError, KeyboardInterrupt):
-        if not rows:
-            raise
-        return results(is_complete=False)
-    return results(is_complete=True)
+    for number, contender in enumerate(contenders, start=1):
+        devices = plural(contender.devices, "device")
+        report(f"training {contender.name} on {devices} ({number} of {len(contenders)})")
+        try:
+            trained = plan.run(
+                "train_contender", contender, plan.epochs, processes=contender.processes
+            )
+        except RankError as error:
+            if not rows:
+                raise
+            failed.append(Absent(contender.name, contender.devices, str(error).splitlines()[0]))
+        else:
+            rows.append(Row(contender, trained))
+    for number in range(plan.rounds):
+        report(f"timing, round {number + 1} of {plan.rounds}")
+        _time_round(rows, plan, is_reversed=number % 2 == 1)
+    return comparison_data(plan, rows, [*absent, *failed])
 
 
 def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
@@ -261,29 +245,22 @@ def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
 
 def comparison_data(plan: Plan, rows: Sequence[Row], absent: Sequence[Absent]) -> dict[str, Any]:
     """Return the results of all variants, with speeds relative to the first."""
-    rounds = min(len(row.rounds) for row in rows)  # an interrupted round is left out
     ways = []
     for row in rows:
-        data: dict[str, Any] = {
+        speeds = _speeds(row.rounds, rows[0].rounds)
+        data = {
             "name": row.contender.name,
             "devices": row.contender.devices,
             "processes": row.contender.processes,
             "microbatches": row.contender.recipe.microbatches,
-            "samples_per_second": None,
-            "speed_up": None,
-            "efficiency": None,
-            "epoch_seconds": None,
-            "data_share": None,
+            **speeds,
+            "efficiency": speeds["speed_up"]["median"] / row.contender.devices,
+            "epoch_seconds": row.trained.samples_in_epoch / speeds["samples_per_second"]["median"],
             "memory_held_bytes": row.trained.held,
             "memory_peak_bytes": row.trained.peak,
             "evaluation": row.trained.evaluation,
-            "rounds": [asdict(timing) for timing in row.rounds[:rounds]],
+            "rounds": [asdict(timing) for timing in row.rounds],
         }
-        if rounds:
-            data |= _speeds(row.rounds[:rounds], rows[0].rounds[:rounds])
-            data["efficiency"] = data["speed_up"]["median"] / row.contender.devices
-            median = data["samples_per_second"]["median"]
-            data["epoch_seconds"] = row.trained.samples_in_epoch / median
         ways.append(data)
     not_run = [asdict(variant) for variant in absent]
     return {"epochs": plan.epochs, "steps": plan.steps, "ways": ways, "not_run": not_run}
@@ -313,8 +290,6 @@ def show(data: dict[str, Any]) -> None:
         "\nspeed-up    relative to one device in the same round: "
         f"median of {rounds} ± half the interquartile range"
     )
-    if not data["complete"]:
-        print("stopped     before the end: these are the results so far")
     if metric is not None:
         print(f"{metric:<12}after {plural(data['epochs'], 'epoch')}")
     for absent in data["not_run"]:
@@ -340,19 +315,14 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
         memory = way["memory_peak_bytes"]
         if memory is None:
             memory = way["memory_held_bytes"]
-        speeds = dict.fromkeys(("samples/s", "epoch", "speed-up", "efficiency"), "-")
-        if way["speed_up"] is not None:  # otherwise interrupted before a measurement
-            speeds = {
-                "samples/s": f"{way['samples_per_second']['median']:,.0f}",
-                "epoch": f"{way['epoch_seconds']:.3g} s",
-                "speed-up": str(Spread(**way["speed_up"])),
-                "efficiency": f"{way['efficiency']:.0%}",
-            }
         cells = {
             "devices": str(way["devices"]) if way["devices"] != last else "",
             "variant": printable(way["name"]),
-            **speeds,
-            "waits for data": f"{way['data_share'] or 0:.0%}",
+            "samples/s": f"{way['samples_per_second']['median']:,.0f}",
+            "epoch": f"{way['epoch_seconds']:.3g} s",
+            "speed-up": str(Spread(**way["speed_up"])),
+            "efficiency": f"{way['efficiency']:.0%}",
+            "waits for data": f"{way['data_share']:.0%}",
             "peak MiB" if is_peak else "MiB held": f"{memory / 2**20:,.1f}",
         }
         if metric is not None:

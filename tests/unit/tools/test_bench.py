@@ -108,17 +108,6 @@ def test_speed_up_is_computed_within_each_round() -> None:
     assert two["epoch_seconds"] == pytest.approx(1437 / 180)
 
 
-def test_interrupted_round_is_left_out() -> None:
-    rows = [row(SINGLE, 1, [100.0, 50.0], 0.99), row("ddp", 2, [180.0], 0.98)]
-    plan = Plan(rounds=3, steps=5, epochs=2, options=RunOptions(), preload=())
-    ways = comparison_data(plan, rows, [])["ways"]
-    assert [len(way["rounds"]) for way in ways] == [1, 1]
-    assert ways[1]["speed_up"]["median"] == pytest.approx(1.8)
-    rows = [row(SINGLE, 1, [], 0.99), row("ddp", 2, [], 0.98)]
-    ways = comparison_data(plan, rows, [])["ways"]
-    assert [way["samples_per_second"] for way in ways] == [None, None]
-
-
 def test_comparison_is_printed_and_plain_data() -> None:
     data = comparison()
     assert data["not_run"] == [{"name": "tp", "devices": 2, "reason": "no reason"}]
