@@ -205,7 +205,7 @@ class Attribution:
         """Return the cause of an early end, or of a different number of steps or calls."""
         failure = self._other.failure
         error = self._failure_text()
-        is_stuck = any(note["kind"] == "stuck" for notes in self._other.events for note in notes)
+        is_stuck = failure is not None and failure.code == "E_HANG"
         is_other_path = first is not None and first.stage == "calls" and first.ranks is not None
         if is_stuck or is_other_path or (failure is not None and failure.kind in _DESYNC_ERRORS):
             ranks = range(len(self._other.events))

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -59,7 +58,6 @@ class Observer:
 
     Attributes:
         rank: this rank.
-        last_event: time of the last note, in seconds of the monotonic clock.
     """
 
     def __init__(
@@ -83,7 +81,6 @@ class Observer:
         # None before the first call, since a resumption continues after some step.
         self._steps: int | None = None
         self._begin_step()
-        self.last_event = time.monotonic()
 
     def install(self) -> None:
         """Observe this process; permanent, since a trial has its own processes."""
@@ -125,7 +122,6 @@ class Observer:
 
     def write(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Write one line, and flush the file: a killed rank leaves the lines of earlier events."""
-        self.last_event = time.monotonic()
         self._file.write(json.dumps({"kind": kind, **facts}, default=str) + "\n")
         self._file.flush()
 
@@ -146,7 +142,6 @@ class Observer:
         """Note a batch of a loader, with hashes of its data."""
         if os.getpid() != self._process:
             return
-        self.last_event = time.monotonic()
         tensors = (leaf for _, leaf in leaves(data) if isinstance(leaf, torch.Tensor))
         first = next(tensors, None)
         rows = 0

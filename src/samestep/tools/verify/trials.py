@@ -15,7 +15,6 @@ from samestep.config import DeviceKind, Recipe
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
 from samestep.launcher.launch import LaunchConfig, RankError
-from samestep.launcher.watchdog import HANG_AFTER
 from samestep.tools.launch import run_on_ranks
 from samestep.tools.verify.texts import restore_files
 from samestep.units import plural
@@ -166,7 +165,7 @@ class Conditions:
     device: DeviceKind = "auto"  # of a recipe
     requires_bits: bool | None = None  # None: as the subject promises
     accuracy: float = 0.0  # of gradients that ranks exchange in fewer bits than the weights have
-    patience: float = 120.0  # seconds without progress after which a rank ends
+    patience: float = 120.0  # seconds without progress after which a run ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +273,7 @@ class TrialRunner:
                 processes=processes or 1,
                 preload=self._preload,
                 config=LaunchConfig(
-                    HANG_AFTER,
+                    self.conditions.patience,
                     log_dir=folder / "logs",
                     has_own_hash_seeds=interventions.other_orders,
                 ),

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +15,6 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, Reduction, RunOptions, StrategyConfig
 from samestep.distributed.devices import tf32_off
 from samestep.distributed.rng import seed_generators
-from samestep.errors import EXIT_FAILED
 from samestep.launcher.process_state import process_state, rank_and_size
 from samestep.microbatches import Cursor
 from samestep.script.summary import Summary
@@ -45,12 +40,6 @@ def run(subject: Subject, trial: Trial) -> bool:
         if not subject.is_unchanged:
             observer.observe_calls()
         begin_experiment(trial.scratch.resolve())
-        threading.Thread(
-            target=_watch_progress,
-            args=(observer, trial.patience),
-            name="samestep-verify-watch",
-            daemon=True,
-        ).start()
         try:
             facts: dict[str, Any] = {}
             if subject.recipe is not None:
@@ -63,15 +52,6 @@ def run(subject: Subject, trial: Trial) -> bool:
         process_state.source_files.note_imports()
         observer.end("end", sources=process_state.source_files.hashes, **facts)
     return True
-
-
-def _watch_progress(observer: Observer, patience: float) -> None:
-    """End this process after `patience` seconds without an event: ranks may wait for each other."""
-    while (idle := time.monotonic() - observer.last_event) < patience:
-        time.sleep(patience - idle + 0.01)
-    observer.write("stuck", {"seconds": patience})
-    print(f"no progress for {patience:g} s", file=sys.stderr, flush=True)
-    os._exit(EXIT_FAILED)
 
 
 def _run_recipe(recipe: Recipe, trial: Trial) -> None:
