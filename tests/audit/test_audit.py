@@ -150,7 +150,7 @@ def test_torchrun_and_the_line_of_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_single_process_and_report(tmp_path: Path) -> None:
-    done = samestep("audit", "--steps", 5, "--", sys.executable, SCRIPTS / "right_single_process.py", cwd=tmp_path)
+    done = samestep("audit", "--", sys.executable, SCRIPTS / "right_single_process.py", cwd=tmp_path)
     assert done.code == EXIT_DONE, done.err
     assert "0 findings; 1 rank, 40 optimizer steps" in done.out
 

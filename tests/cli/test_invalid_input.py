@@ -134,7 +134,6 @@ USAGE = {
     "train digits --hang-after -5s": "E_VALUE",
     "train digits --s 3": "E_UNKNOWN_OPTION",
     "train digits --share-gpu=3": "E_VALUE",
-    "audit --steps 0 -- python": "E_VALUE",
 }
 
 

@@ -124,13 +124,8 @@ class Audit(JsonOption):
     """
 
     example: ClassVar = "samestep audit -- torchrun --nproc-per-node 2 train.py"
-    usage: ClassVar = "samestep audit [-h] [--steps N] [--json] -- COMMAND ..."
+    usage: ClassVar = "samestep audit [-h] [--json] -- COMMAND ..."
 
-    steps: int = option(
-        "observe the tensors of the first N optimizer steps, then of every 50th step",
-        "N",
-        default=50,
-    )
     script_arguments: Sequence[str] = ()
 
     def run(self) -> int:
@@ -144,7 +139,7 @@ class Audit(JsonOption):
             raise InputError(value, "a command after --", fix, code="E_MISSING_KEY")
         with tempfile.TemporaryDirectory(prefix="samestep-audit-") as name:
             folder = Path(name)
-            code = run_observed(command, folder, self.steps, quiet=self.json)
+            code = run_observed(command, folder, quiet=self.json)
             analysis = analyse(folder)
         if not analysis.worlds and code == EXIT_DONE:
             expected = (

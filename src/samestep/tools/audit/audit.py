@@ -9,7 +9,6 @@ Decisions: docs/decisions/proofs.md
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -60,18 +59,17 @@ _LINE = (
 )
 
 
-def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: bool) -> int:
+def run_observed(command: Sequence[str], folder: Path, *, quiet: bool) -> int:
     """Run a command to its end, and write the events of its Python processes to an empty folder.
 
     Return the exit code; 128 + N after signal N. With `quiet`, the command's standard output
-    becomes standard error. For `steps` see `Session`.
+    becomes standard error.
 
     Raises:
         InputError: the command cannot be started, or the folder of installed packages is not
             writable.
     """
     install_hooks(Path(sysconfig.get_path("purelib")))
-    (folder / "settings.json").write_text(json.dumps({"steps": steps}), encoding="utf-8")
     variables = environment_copy()
     # As in an activated environment: `python` and `torchrun` are those with the hooks in their
     # packages.

@@ -6,7 +6,6 @@ modules that Python has imported by then, or small ones.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from importlib.util import find_spec
@@ -25,13 +24,8 @@ def install(folder: str) -> None:
     # Python can read a `.pth` file twice, as where lib64 is a link to lib.
     if "torch" in sys.modules or any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
         return
-    try:
-        with open(os.path.join(folder, "settings.json"), encoding="utf-8") as file:
-            settings = json.load(file)
-    except OSError:  # or it belongs to another user, who runs this process
-        return
-    writer = EventWriter(folder)
-    sys.meta_path.insert(0, _TorchFinder(writer, settings["steps"]))
+    if os.access(folder, os.W_OK):  # otherwise it belongs to another user, who runs this process
+        sys.meta_path.insert(0, _TorchFinder(EventWriter(folder)))
 
 
 class _TorchFinder:
@@ -40,9 +34,8 @@ class _TorchFinder:
     Libraries look for the module without an import, too: `importlib.util.find_spec("torch")`.
     """
 
-    def __init__(self, writer: EventWriter, steps: int) -> None:
+    def __init__(self, writer: EventWriter) -> None:
         self._writer = writer
-        self._steps = steps
         self._is_searching = False
 
     def find_spec(
@@ -77,7 +70,7 @@ class _TorchFinder:
         from samestep.tools.audit.session import Session
         from samestep.tools.audit.steps import observe_modules, observe_steps
 
-        session = Session(self._writer, self._steps)
+        session = Session(self._writer)
         observe_steps(session)
         observe_loaders(session, before_pass=observe_modules(session).begins)
         observe_functions(session)

@@ -17,6 +17,7 @@ from samestep.distributed.env import read_rendezvous
 from samestep.errors import InputError
 from samestep.tools.audit.events import EventWriter
 
+_FIRST_STEPS = 50  # of all optimizers, observed one by one
 _INTERVAL = 50  # steps between observations after the first ones
 
 
@@ -25,16 +26,10 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 class Session:
-    """Shared state of the observers; each of them replaces a few functions of torch.
+    """Shared state of the observers; each of them replaces a few functions of torch."""
 
-    Args:
-        writer: the writer of this process.
-        limit: number of optimizer steps that are observed one by one.
-    """
-
-    def __init__(self, writer: EventWriter, limit: int) -> None:
+    def __init__(self, writer: EventWriter) -> None:
         self.writer = writer
-        self._limit = limit
         self._group: Any = None
         self._has_launcher = False  # an event of this process has it
         self._failures = 0
@@ -44,7 +39,7 @@ class Session:
     @property
     def is_observed(self) -> bool:
         """Whether tensors of the present step are observed."""
-        return self.steps < self._limit or self.steps % _INTERVAL == 0
+        return self.steps < _FIRST_STEPS or self.steps % _INTERVAL == 0
 
     def emit(self, kind: str, **values: Any) -> None:
         """Write an event with the number of steps, and the world if it is new."""
