@@ -201,12 +201,7 @@ def _compared(logs: Comparison) -> dict[str, list[str]]:
     elif logs.compared:
         steps = plural(logs.compared, "step")
         checksums = f"equal after {steps}, the last one is step {logs.last_equal}"
-    recipe = [f"{line} (changes the mathematics)" for line in logs.recipe]
-    return {
-        "recipes": recipe + logs.other_keys,
-        "environment": logs.environment,
-        "checksums": [checksums],
-    }
+    return {"recipes": logs.recipe, "environment": logs.environment, "checksums": [checksums]}
 
 
 def _ways(text: str) -> tuple[str, ...]:

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import InputError
-from samestep.recipes.recipe_files import differences, make_recipe
-from samestep.runs import LOOP
+from samestep.recipes.recipe_files import differences
 from samestep.tools.run_log import Run
 
-# Keys of a recipe on which no step depends; nor does one depend on exact strategies.
-_FREE = ("metrics", "best_by", "best_mode")
 # Entries of `environment.json` that belong to one start.
 _OF_START = (
     *("started", "from_step", "sources", "remark", "batch_size"),
@@ -23,8 +20,7 @@ _OF_START = (
 class Comparison:
     """Logs of two runs."""
 
-    recipe: list[str]  # differences of the recipes that change the mathematics, one line per key
-    other_keys: list[str]  # differences of other keys of the recipes
+    recipe: list[str]  # differences of the recipes, one line per key
     environment: list[str]  # differences of the last starts, one line per key
     last_equal: int  # last step with equal checksums; 0 for none
     first_different: int | None  # first step with different checksums
@@ -35,15 +31,9 @@ def compare_logs(one: Run, other: Run) -> Comparison:
     """Compare recipes, environments and checksums of two runs.
 
     Raises:
-        InputError: the runs have no checksums of the same steps, although their recipes have the
-            same mathematics.
+        InputError: the runs have no checksums of the same steps, although their recipes are equal.
     """
-    lines = differences(one.recipe, other.recipe)
-    free_keys: tuple[str, ...] = _FREE
-    if _has_exact_strategy(one) and _has_exact_strategy(other):
-        free_keys = (*_FREE, "strategy")
-    free = [line for line in lines if line.partition(":")[0].partition(".")[0] in free_keys]
-    recipe = [line for line in lines if line not in free]
+    recipe = differences(one.recipe, other.recipe)
     checksums = one.events.checksums
     others = other.events.checksums
     common = sorted(checksums.keys() & others.keys())
@@ -57,15 +47,7 @@ def compare_logs(one: Run, other: Run) -> Comparison:
     first = next((step for step in common if checksums[step] != others[step]), None)
     equal = max((step for step in common if first is None or step < first), default=0)
     environment = differences(_environment(one), _environment(other))
-    return Comparison(recipe, free, environment, equal, first, len(common))
-
-
-def _has_exact_strategy(run: Run) -> bool:
-    """Return whether a strategy can give the bits of one process; that of a script is not known."""
-    if (run.folder / LOOP).is_file():
-        return True
-    recipe = make_recipe(run.recipe, (), origin=str(run.folder / "recipe.yaml"))
-    return recipe.strategy.is_exact(recipe.step.tensor_slices) and recipe.step.reduction == "exact"
+    return Comparison(recipe, environment, equal, first, len(common))
 
 
 def _environment(run: Run) -> dict[str, Any]:

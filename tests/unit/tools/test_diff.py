@@ -1,13 +1,11 @@
 """Comparison of the logs of two runs."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.run_folders import START, make_run
-from samestep.config import MeshConfig
 from samestep.errors import InputError
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.tools.diff import Comparison, compare_logs
@@ -22,12 +20,10 @@ def resume(step: int) -> dict[str, Any]:
     return {"time": START + 50, "event": "resume", "step": step, "epoch": 0, "samples": 0, "text": ""}
 
 
-def compared(folder: Path, *logs: list[dict[str, Any]], **strategy: Any) -> Comparison:
-    """Return the comparison of two runs, the second one with another strategy."""
-    data, other = (recipe_data(load_recipe("digits", ["step.reduction=exact"])) for _ in range(2))
-    other["strategy"] |= strategy
-    recipes = (data, other)
-    runs = [make_run(folder / str(number), log, **recipes[number]) for number, log in enumerate(logs)]
+def compared(folder: Path, *logs: list[dict[str, Any]]) -> Comparison:
+    """Return the comparison of two runs of one recipe."""
+    recipe = recipe_data(load_recipe("digits", ["step.reduction=exact"]))
+    runs = [make_run(folder / str(number), log, **recipe) for number, log in enumerate(logs)]
     return compare_logs(*read_runs(runs))
 
 
@@ -36,7 +32,7 @@ def test_first_different_step_is_the_first_one_with_checksums_of_both_runs(tmp_p
     other = [checksum(step, "a" if step < 6 else "b") for step in (3, 4, 6, 7, 8, 9, 10)]
     result = compared(tmp_path, one, other)
     assert (result.last_equal, result.first_different, result.compared) == (4, 6, 3)
-    assert result.recipe == result.other_keys == result.environment == []
+    assert result.recipe == result.environment == []
 
 
 def test_checksums_after_the_step_of_a_resumption_do_not_count(tmp_path: Path) -> None:
@@ -44,15 +40,6 @@ def test_checksums_after_the_step_of_a_resumption_do_not_count(tmp_path: Path) -
     other = [checksum(1, "a"), checksum(2, "a"), checksum(3, "b"), checksum(4, "b"), resume(2), checksum(3, "a")]
     result = compared(tmp_path, one, other)
     assert (result.last_equal, result.first_different, result.compared) == (3, None, 3)
-
-
-def test_strategies_belong_to_the_mathematics_unless_they_are_exact(tmp_path: Path) -> None:
-    logs = [checksum(1, "a")], [checksum(1, "b")]
-    exact = compared(tmp_path / "exact", *logs, name="hsdp", mesh=asdict(MeshConfig(shard=2)))
-    assert exact.recipe == []
-    assert exact.other_keys
-    rounded = compared(tmp_path / "rounded", *logs, name="ddp", hook="bf16")
-    assert rounded.recipe == ['strategy.name: "auto" -> "ddp"', 'strategy.hook: "none" -> "bf16"']
 
 
 def test_runs_without_checksums_of_the_same_steps(tmp_path: Path) -> None:
