@@ -80,11 +80,10 @@ class Absent:
 
 @dataclass(frozen=True)
 class Trained:
-    """Result of the training of a variant; of all ranks, the one that needs the most memory."""
+    """Result of the training of a variant."""
 
     evaluation: dict[str, float]  # the loss and the metrics of the recipe
-    held: int  # bytes of parameters, gradients, buffers and optimizer state
-    peak: int | None  # peak GPU memory in bytes; None on a CPU
+    peak: int | None  # peak GPU memory in bytes, of the rank with the most; None on a CPU
     samples_in_epoch: int
 
 
@@ -256,7 +255,6 @@ def comparison_data(plan: Plan, rows: Sequence[Row], absent: Sequence[Absent]) -
             **speeds,
             "efficiency": speeds["speed_up"]["median"] / row.contender.devices,
             "epoch_seconds": row.trained.samples_in_epoch / speeds["samples_per_second"]["median"],
-            "memory_held_bytes": row.trained.held,
             "memory_peak_bytes": row.trained.peak,
             "evaluation": row.trained.evaluation,
             "rounds": [asdict(timing) for timing in row.rounds],
@@ -308,13 +306,9 @@ def first_metric(ways: Sequence[dict[str, Any]]) -> str | None:
 def table(ways: Sequence[dict[str, Any]]) -> Table:
     """Return a table with a row per variant."""
     metric = first_metric(ways)
-    is_peak = any(way["memory_peak_bytes"] is not None for way in ways)
     shown = Table(box=None, pad_edge=False, header_style="bold")
     last = None
     for way in ways:
-        memory = way["memory_peak_bytes"]
-        if memory is None:
-            memory = way["memory_held_bytes"]
         cells = {
             "devices": str(way["devices"]) if way["devices"] != last else "",
             "variant": printable(way["name"]),
@@ -323,8 +317,9 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
             "speed-up": str(Spread(**way["speed_up"])),
             "efficiency": f"{way['efficiency']:.0%}",
             "waits for data": f"{way['data_share']:.0%}",
-            "peak MiB" if is_peak else "MiB held": f"{memory / 2**20:,.1f}",
         }
+        if way["memory_peak_bytes"] is not None:
+            cells["peak MiB"] = f"{way['memory_peak_bytes'] / 2**20:,.1f}"
         if metric is not None:
             cells[metric] = format_metric(metric, way["evaluation"][metric])
         if last is None:

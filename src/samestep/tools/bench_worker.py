@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 
-import torch
 from torch import nn
 
 from samestep.config import Recipe, RunOptions
@@ -17,7 +16,6 @@ from samestep.global_view import any_rank
 from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.optimizers import apply_schedule
 from samestep.recipes.predict import evaluated
-from samestep.recipes.training_step import Driver
 from samestep.tools.bench import WARMUP_STEPS, Contender, Timing, Trained
 from samestep.tools.learning_rates import has_diverged
 from samestep.tools.ranks import StopRequested, endless, train, wait_for_all
@@ -41,10 +39,10 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
                 pass
         except StopRequested:
             return None
-        held, peak = _measure_memory(built.driver)
+        peak = _peak_memory(world)
         samples = built.train.samples_of(0)
         values = evaluated(built, built.metrics) if epochs else {}
-        return Trained(values, held, peak, samples)
+        return Trained(values, peak, samples)
 
 
 def time_contenders(
@@ -118,22 +116,9 @@ def _time_steps(built: Built, steps: int) -> Timing:
     return Timing(seconds / steps, waits / seconds, samples / seconds)
 
 
-def _measure_memory(driver: Driver) -> tuple[int, int | None]:
-    """Return bytes of parameters, gradients, buffers and optimizer state, and the peak on a GPU.
-
-    Both are those of the rank with the most. Collective.
-    """
-    saved = driver.local_parameters
-    parameters = [parameter for name, parameter in saved.local.items() if saved.has(name)]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    values = [value for slots in driver.optimizer.state.values() for value in slots.values()]
-    state = [value for value in values if torch.is_tensor(value)]
-    tensors = [*parameters, *gradients, *driver.model.buffers(), *state]
-    own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of DTensors
-    held = sum(tensor.nbytes for tensor in own if not tensor.is_meta)
-    device = driver.world.device
-    if not is_accelerator(device):
-        return max(all_gather(held, driver.world)), None
-    peak = accelerator_module().max_memory_allocated(device)
-    rows = all_gather([held, peak], driver.world)
-    return max(row[0] for row in rows), max(row[1] for row in rows)
+def _peak_memory(world: World) -> int | None:
+    """Return the peak GPU memory in bytes of the rank with the most; None on a CPU. Collective."""
+    if not is_accelerator(world.device):
+        return None
+    peaks: list[int] = all_gather(accelerator_module().max_memory_allocated(world.device), world)
+    return max(peaks)

@@ -90,7 +90,7 @@ def test_ways_and_accumulate_select_variants(recipe: Recipe) -> None:
 
 def row(name: str, devices: int, speeds: list[float], accuracy: float) -> Row:
     contender = Contender(name, devices, devices, load_recipe("digits", []))
-    trained = Trained({"loss": 0.1, "samples": 360.0, "accuracy": accuracy}, 2**21, None, 1437)
+    trained = Trained({"loss": 0.1, "samples": 360.0, "accuracy": accuracy}, None, 1437)
     return Row(contender, trained, [Timing(60 / speed, 0.01, speed) for speed in speeds])
 
 
