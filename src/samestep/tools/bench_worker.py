@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 
+import torch
 from torch import nn
 
 from samestep.config import Recipe, RunOptions
