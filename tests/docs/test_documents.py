@@ -24,8 +24,6 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Pages with Python blocks in the quick tests, whose ranks are forks of a server that has imported torch.
 QUICK = ("README.md", "own-loop.md")
-# Further output on a busy machine.
-SLOW = re.compile(r"rank \d is slow: ")
 HASH = re.compile(r"\b[0-9a-f]{64}\b")
 DISTANCE = re.compile(r"\d\.\de-\d\d")
 # Syntax that needs a shell.
@@ -81,8 +79,7 @@ def in_shell(line: str, place: Path) -> str:
 
 def shown_of(line: str, out: str, err: str) -> str:
     """Return the output as documents show it: with the progress lines, for training."""
-    shown_lines = [text for text in err.splitlines(keepends=True) if not SLOW.match(text)]
-    return "".join(shown_lines) + out if "train" in line else out
+    return err + out if "train" in line else out
 
 
 def marks_of_blocks(document: Path) -> list[pytest.MarkDecorator]:
