@@ -326,6 +326,24 @@ def _get_item(function: Function, arguments: Arguments, options: Options) -> Any
     return as_rows(rows._rows_own[index], rows)
 
 
+def _set_item(function: Function, arguments: Arguments, options: Options) -> Any:
+    """Write a value without rows where a mask or an index of inner dimensions selects."""
+    rows, index, value = arguments
+    if not is_apart(rows) or (isinstance(value, Tensor) and value.dim() > 0):
+        return NotImplemented
+    is_mask = is_apart(index) and index.dtype == torch.bool
+    if (
+        is_mask
+        and index._rows_own.dim() <= rows._rows_own.dim()
+        and index._rows_bounds.is_equal(rows._rows_bounds)
+    ):
+        index = index._rows_own
+    elif isinstance(index, Rows) or not _keeps_rows(index, rows._rows_own.dim()):
+        return NotImplemented
+    rows._rows_own[index] = own_part(value, rows)
+    return None
+
+
 _ELEMENTWISE = """
     add sub mul div true_divide divide multiply subtract floor_divide remainder fmod pow
     float_power neg negative abs absolute sign sgn signbit exp exp2 expm1 log log1p log2 log10
@@ -389,4 +407,5 @@ RULES_BY_ROWS: dict[Any, Rule] = {
     **named("flatten", _flatten),
     **named("cat concat concatenate stack", _concatenate),
     Tensor.__getitem__: _get_item,
+    Tensor.__setitem__: _set_item,
 }

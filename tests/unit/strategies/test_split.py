@@ -98,11 +98,13 @@ def checkpoints(name: str, mesh: dict[str, int], models: list[str], folder: str,
 
 
 class Deep(nn.Module):
-    """Batch norm, an in-place activation, a frozen layer, a layer that is used twice, and a skip connection."""
+    """Batch norm or dropout, an in-place activation, a frozen layer, a layer used twice, and a skip connection."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.first, self.norm, self.act = nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True)
+        self.first, self.act = nn.Linear(12, 16), nn.ReLU(inplace=True)
+        # Stages on CPUs do not divide calls with both.
+        self.norm = nn.Identity() if dropout else nn.BatchNorm1d(16)
         self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(5)])
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
         self.drop, self.last = nn.Dropout(dropout), nn.Linear(16, CLASSES)
