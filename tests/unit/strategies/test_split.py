@@ -313,7 +313,7 @@ def started(on_ranks: RankServer, function: Any, layout: str, models: list[str],
         pytest.param("tp 2", TENSOR, marks=pytest.mark.long),
         pytest.param("ddp 2 x tp 2", TENSOR, marks=pytest.mark.slow),
         pytest.param("ddp with a mesh", ["layers"], marks=pytest.mark.long),
-        pytest.param("tp 2 x pp 2", ["text", "layers"], marks=pytest.mark.slow),
+        pytest.param("tp 2 x pp 2", ["text"], marks=pytest.mark.slow),
     ],
 )
 def test_layouts_have_the_values_of_the_plain_loop(layout: str, models: list[str], on_ranks: RankServer) -> None:
