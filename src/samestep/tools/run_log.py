@@ -6,7 +6,9 @@ characters.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
 _MEANS = ("data_share", "wait_share", "cpu_percent", "samples_per_second")  # of ranks
 _MAX_LOGGED = 100
 _LINE_BYTES = 1 << 22  # a longer line is no event
+_LOG_BYTES = 1 << 31
 
 
 # --- values and lines ---------------------------------------------------------------------------
@@ -88,6 +91,9 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file, which may not exist; other lines are skipped."""
     with suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as file:
+        if file.seek(0, os.SEEK_END) > _LOG_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_LOG_BYTES:,} bytes", str(path))
+        file.seek(0)
         lines = iter(lambda: file.readline(_LINE_BYTES), b"")
         return [value for value in map(parse_line, lines) if value is not None]
     return []
