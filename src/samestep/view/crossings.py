@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from samestep.reduce.fast import Reduction
-from samestep.view.ranks import Ranks, RowMessages, Slices
+from samestep.view.ranks import Ranks, RowMessages
 from samestep.view.region import Joined, Parts, Sums
+from samestep.view.slices import Slices
 
 
 class RowBounds:

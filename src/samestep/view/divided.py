@@ -21,9 +21,10 @@ from samestep.view.kinds import Kind, numbers_hash, operations_hash
 from samestep.view.leaves import flatten
 from samestep.view.lockstep import Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
 from samestep.view.operations import RULES, Operation, Operations
-from samestep.view.ranks import Action, Slices
+from samestep.view.ranks import Action
 from samestep.view.region import Region, inside
 from samestep.view.rows import Rows, is_large
+from samestep.view.slices import Slices
 from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import Call, CallParameters, OwnResult, Strategy
 from samestep.view.view import View

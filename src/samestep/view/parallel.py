@@ -18,7 +18,8 @@ from samestep.view.divided import DividedCall
 from samestep.view.division import Division, is_worth_dividing
 from samestep.view.first_calls import CallOptions, FirstCalls, Next
 from samestep.view.kinds import Kind, KindsOfModule, submodules
-from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
+from samestep.view.ranks import MOST_MICROBATCHES, require_microbatches
+from samestep.view.slices import Slices, rank_bounds
 from samestep.view.strategy import Call, Strategy
 from samestep.view.view import View
 

@@ -1,4 +1,4 @@
-"""Messages between ranks, and the slices of a batch that each rank owns."""
+"""Messages between ranks: words, sums and rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from samestep.distributed.world import World
 from samestep.errors import InputError, RankDesyncError, RunError
-from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.rank_comparison import ONE_DECISION
 from samestep.view.region import current_region
 
@@ -152,64 +151,6 @@ def _in_memory(values: torch.Tensor) -> torch.Tensor:
     if values._is_zerotensor():  # has no memory
         return values.detach().clone()
     return values.detach().contiguous().resolve_conj().resolve_neg()
-
-
-class Slices:
-    """Slices of a batch, each of which is computed alone; a rank owns consecutive ones.
-
-    Attributes:
-        bounds: first row and row after the last of each slice.
-        rows: rows of the batch.
-        fewest_rows: number of rows of the smallest slice.
-        own: numbers of the own slices.
-        own_bounds: first row and row after the last of each own slice.
-        microbatches: for each own slice its microbatches, which have random streams of their own:
-            number, first row, row after the last.
-        by_rank: first row and row after the last of each rank.
-
-    Args:
-        bounds: the slices, at least one for each rank.
-        ranks: number of ranks.
-        rank: this rank.
-        copies: whether tensors of slices have memory of their own, whose alignment decides on
-            kernels.
-    """
-
-    def __init__(
-        self, bounds: Sequence[tuple[int, int]], ranks: int, rank: int, *, copies: bool = False
-    ) -> None:
-        self.bounds = bounds
-        self.copies = copies
-        self.rows = bounds[-1][1]
-        self.fewest_rows = min(stop - start for start, stop in bounds)
-        self.own = owned_microbatches(len(bounds), ranks, rank)
-        self.own_bounds = bounds[self.own.start : self.own.stop]
-        self.microbatches = [[(number, *bounds[number])] for number in self.own]
-        self.by_rank = bounds
-        if ranks < len(bounds):
-            self.by_rank = _by_rank(bounds, ranks)
-
-
-def _by_rank(bounds: Sequence[tuple[int, int]], ranks: int) -> list[tuple[int, int]]:
-    spans = []
-    for rank in range(ranks):
-        owned = owned_microbatches(len(bounds), ranks, rank)
-        span = (0, 0)
-        if owned:
-            span = (bounds[owned[0]][0], bounds[owned[-1]][1])
-        spans.append(span)
-    return spans
-
-
-def rank_bounds(rows: int, microbatches: int, ranks: int) -> list[tuple[int, int]]:
-    """Return the own rows of each rank, `[start, stop)`: those of its microbatches.
-
-    Args:
-        rows: rows of the batch.
-        microbatches: its slices.
-        ranks: number of ranks.
-    """
-    return _by_rank(microbatch_bounds(rows, microbatches), ranks)
 
 
 def require_microbatches(microbatches: int | None, size: int) -> None:

@@ -34,8 +34,9 @@ from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import CallExchange, RowBounds, cut, enter
 from samestep.view.leaves import flatten
 from samestep.view.operations import Operation, Operations
-from samestep.view.ranks import Ranks, Slices
+from samestep.view.ranks import Ranks
 from samestep.view.rows import Rows, gathered, is_rows, own_rows, with_all_rows
+from samestep.view.slices import Slices
 
 
 @dataclass

@@ -37,9 +37,10 @@ from samestep.view.crossings import RowBounds
 from samestep.view.kinds import Kind
 from samestep.view.lockstep import SliceThreads
 from samestep.view.rank_comparison import ONE_DECISION, InStep
-from samestep.view.ranks import MOST_MICROBATCHES, Action, Ranks, RowMessages, Slices, rank_bounds
+from samestep.view.ranks import MOST_MICROBATCHES, Action, Ranks, RowMessages
 from samestep.view.region import current_region
 from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, rows_of, torch_gathers
+from samestep.view.slices import Slices, rank_bounds
 from samestep.view.strategy import Strategy
 
 _WORD = 8  # integers; the last one is a request to stop

@@ -9,7 +9,7 @@ import torch
 from helpers.thread_ranks import ThreadRanks, on_ranks
 from samestep.reduce.fast import FastReduction
 from samestep.view.crossings import CallAbandoned, CallExchange, RowBounds, Sum, cut, enter, gather, leave, totals
-from samestep.view.ranks import Slices
+from samestep.view.slices import Slices
 
 BOUNDS = {3: [(0, 1), (1, 4), (4, 6)], 4: [(0, 2), (2, 3), (3, 5), (5, 6)]}
 SIZES = pytest.mark.parametrize("size", [3, 4])

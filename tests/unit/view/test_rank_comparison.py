@@ -20,8 +20,8 @@ from helpers.forked_ranks import RankServer
 from samestep.errors import RankMismatchError
 from samestep.view.crossings import RowBounds
 from samestep.view.rank_comparison import InStep
-from samestep.view.ranks import Slices
 from samestep.view.rows import Rows
+from samestep.view.slices import Slices
 
 Facts = Callable[[int, InStep], None]
 

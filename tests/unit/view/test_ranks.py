@@ -1,6 +1,5 @@
-"""Messages between ranks, and the rows that each owns."""
+"""Messages between ranks."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor
 
 import samestep
 from helpers.forked_ranks import Job, run_jobs
-from samestep.view.ranks import Ranks, rank_bounds
+from samestep.view.ranks import Ranks
 
 
 def run() -> dict[str, list[Any]]:
@@ -75,30 +74,6 @@ def _rows(ranks: Ranks, dtype: torch.dtype, found: dict[str, Any]) -> None:
 
 def _of_dtype(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers == 1 if dtype == torch.bool else numbers.to(dtype)
-
-
-def test_ranks_own_all_rows_in_order() -> None:
-    for rows, microbatches, size in product((8, 11, 12, 13, 64, 100), (8, 12), (1, 2, 3, 4, 7, 8)):
-        bounds = rank_bounds(rows, microbatches, size)
-        assert [start for start, _ in bounds] == [0, *[stop for _, stop in bounds[:-1]]]
-        assert bounds[-1][1] == rows
-
-
-@pytest.mark.parametrize(
-    ("rows", "microbatches", "size", "own"),
-    [
-        (11, 8, 4, [2, 3, 3, 3]),
-        (11, 8, 3, [2, 4, 5]),
-        (9, 8, 2, [4, 5]),
-        (8, 8, 3, [2, 3, 3]),
-        (4, 8, 4, [1, 1, 1, 1]),
-        (3, 8, 3, [0, 1, 2]),
-        (5, 5, 5, [1, 1, 1, 1, 1]),
-        (12, 3, 3, [4, 4, 4]),
-    ],
-)
-def test_own_rows(rows: int, microbatches: int, size: int, own: list[int]) -> None:
-    assert [stop - start for start, stop in rank_bounds(rows, microbatches, size)] == own
 
 
 @pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.long), 4])

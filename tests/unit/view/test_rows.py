@@ -20,8 +20,8 @@ from helpers.forked_ranks import RankServer, refusal
 from samestep.errors import SamestepError
 from samestep.global_view import joined_view
 from samestep.view.crossings import RowBounds
-from samestep.view.ranks import Slices, rank_bounds
 from samestep.view.rows import Rows, gathered, is_rows
+from samestep.view.slices import Slices, rank_bounds
 from samestep.view.view import View
 from unit.view.rows_table import CASES, FORMS, Case, Leaves
 
