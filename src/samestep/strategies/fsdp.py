@@ -4,7 +4,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
 
 Between calls the module is the script's own: its class, its hooks, and its parameters as DTensors.
-`fsdp_calls` gathers them during calls and backwards. Whole calls, trials and copies compute with
+`fsdp_gathers` gathers them during calls and backwards. Whole calls, trials and copies compute with
 gathered parameters.
 """
 
@@ -39,7 +39,7 @@ from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
 from samestep.strategies.dtensors import Division, as_divided, compute_whole, gathered
-from samestep.strategies.fsdp_calls import (
+from samestep.strategies.fsdp_gathers import (
     GatheredHub,
     Gathers,
     ShardedParameters,

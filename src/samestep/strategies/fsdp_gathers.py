@@ -1,4 +1,4 @@
-"""Divided parameters during calls and backwards: gathered for a unit of layers, or all together.
+"""Gathers of divided parameters in calls and backwards: for a unit of layers, or all together.
 
 The hooks of `fully_shard` are installed for the forward and the backward of a slice only. Private:
 attributes of FSDP's states (torch 2.11 and 2.13).
