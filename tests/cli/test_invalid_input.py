@@ -15,7 +15,7 @@ from helpers.permissions import without_access
 from helpers.system import events, here, samestep, state_of, tree, weights
 from samestep.cli import launch_options
 from samestep.cli.main import main
-from samestep.data.order import global_order
+from samestep.data.permutations import global_order
 from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 from samestep.launcher.launch import StoppedError
 from samestep.zoo.images import LabeledImages, load_images

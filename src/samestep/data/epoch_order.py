@@ -1,4 +1,4 @@
-"""Batches of each epoch as a function of (seed, epoch): from a shuffle, lengths or a sampler."""
+"""Which order a loader has, by its arguments, and the batches of an epoch from any position on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from samestep.config import SampleOrder
-from samestep.data.order import (
+from samestep.data.permutations import (
     Indices,
     Order,
     global_order,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from samestep.data.order import DatasetOrder, Indices, Order, random_order
+from samestep.data.permutations import DatasetOrder, Indices, Order, random_order
 from samestep.data.sample_files import FileSource
 from samestep.distributed.rng import derive_seed
 from samestep.errors import DataError, InputError

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
-from samestep.data.order import global_order
+from samestep.data.permutations import global_order
 from samestep.zoo.image_files import file_errors, open_image
 from samestep.zoo.splits import Splits, Task, top_classes
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samestep
-from samestep.data.order import Order
+from samestep.data.permutations import Order
 from samestep.data.sample_files import fingerprint_of
 from samestep.data.streams import StreamDataset
 from samestep.errors import DataError, InputError

@@ -1,7 +1,7 @@
-"""Global order of samples, a pure function of (seed, epoch), and of lengths.
+"""Permutations of sample indices, computed from numbers alone: seed, epoch, size and lengths.
 
-Orders are that of the dataset, a shuffled array, a keyed permutation without memory per sample, and
-groups of similar length.
+They are the order of the dataset, a shuffled array, a keyed permutation without memory per sample,
+and groups of similar length. `epoch_order.py` selects one for a loader.
 
 Decisions: docs/decisions/data.md
 """

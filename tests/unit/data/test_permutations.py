@@ -1,4 +1,4 @@
-"""Global order: shuffled, keyed and grouped by length; functions of seed and epoch."""
+"""Permutations: shuffled, keyed and grouped by length; functions of seed and epoch."""
 
 import hashlib
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.data.order import DatasetOrder, Indices, KeyedPermutation, global_order, grouped_order
+from samestep.data.permutations import DatasetOrder, Indices, KeyedPermutation, global_order, grouped_order
 
 sizes = st.integers(0, 3000)
 seeds = st.integers(0, 2**64 - 1)
