@@ -1,4 +1,7 @@
-"""Random generators around reads of samples: preserved, watched, and seeded per sample."""
+"""Random generators around reads of samples: watched, preserved, and those of a data set seeded.
+
+`sample_reader.py` derives the seed of each sample.
+"""
 
 from __future__ import annotations
 
