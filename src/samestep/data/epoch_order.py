@@ -1,9 +1,10 @@
-"""Which order a loader has, by its arguments, and the batches of an epoch from any position on."""
+"""Which order a loader has (a shuffle, lengths, or a sampler of the script), and its batches."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from operator import index as as_index
 from typing import Any, get_args
 
@@ -20,15 +21,10 @@ from samestep.data.permutations import (
     resolve_order,
 )
 from samestep.data.sample_reader import set_epoch
-from samestep.data.samplers import (
-    Sampler,
-    draw,
-    require_equal_on_other_ranks,
-    require_function,
-    sampler_error,
-)
 from samestep.data.streams import StreamDataset
+from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
+from samestep.launcher.process_state import process_state
 from samestep.microbatches import Cursor, require_integer, require_position
 
 _EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
@@ -36,6 +32,11 @@ _EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
     "generator": ("seed",),
     "lengths": ("order",),
 }
+
+
+Sampler = Callable[[int, int], Iterable[Any]]  # of a script: from seed and epoch to indices
+
+_MOST_DRAWN = 2**20  # in an epoch of a small data set
 
 
 class IndexBatch(list[int]):
@@ -74,7 +75,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             seed = options["seed"] or 0
             self.seed = require_integer("seed", seed, at_least=0, at_most=2**64 - 1, example=0)
         self._sampler: Sampler | None = options["sampler"]
-        require_function(self._sampler, options["batch_sampler"])
+        _require_function(self._sampler, options["batch_sampler"])
         size = options["batch_size"]
         self.batch_size = require_integer("batch_size", size, at_least=1, example=64)
         self._shuffle = bool(options["shuffle"])
@@ -94,7 +95,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         self.cursor = Cursor()
         self.samples_of(0)
         if self._sampler is not None:
-            require_equal_on_other_ranks(self._sampler, len(dataset), self.seed)
+            _require_equal_on_other_ranks(self._sampler, len(dataset), self.seed)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
@@ -174,17 +175,17 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         Raises:
             InputError: `draw` fails, or an index is not that of a sample.
         """
-        drawn = draw(sampler, len(self._dataset), self.seed, epoch)
+        drawn = _draw(sampler, len(self._dataset), self.seed, epoch)
         try:
             order = numpy.fromiter(map(as_index, drawn), dtype=numpy.int64)
         except TypeError as error:
-            raise sampler_error(
+            raise _sampler_error(
                 f"the sampler yields a {type(drawn[0]).__name__} in place of an index",
                 "indices of samples",
                 "return the indices of the samples",
             ) from error
         if order.size and not 0 <= order.min() <= order.max() < len(self._dataset):
-            raise sampler_error(
+            raise _sampler_error(
                 f"the sampler yields indices from {order.min()} to {order.max()}",
                 f"indices from 0 to {len(self._dataset) - 1}, those of the samples of the dataset",
                 "create the sampler from the dataset of the loader",
@@ -212,6 +213,69 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
 def _digest(indices: Indices | None) -> str:
     content = b"" if indices is None else indices.tobytes()
     return hashlib.blake2b(content, digest_size=4).hexdigest()
+
+
+def _draw(sampler: Sampler, samples: int, seed: int, epoch: int) -> list[Any]:
+    """Return the indices of one epoch, drawn with global generators that are seeded for it.
+
+    Raises:
+        InputError: the epoch does not end.
+    """
+    with preserved_generators():
+        seed_generators(derive_seed("order", seed, epoch))
+        drawn = sampler(seed, epoch)
+        most = max(_MOST_DRAWN, 100 * samples)
+        if isinstance(drawn, Sized):
+            most = max(most, len(drawn))
+        collected = list(islice(drawn, most + 1))
+    if len(collected) > most:
+        raise _sampler_error(
+            f"the sampler yields more than {most:,} indices of {samples:,} samples",
+            "a sampler whose epochs end",
+            "end its iteration after one epoch: the loop over epochs is that of the script",
+        )
+    return collected
+
+
+def _require_equal_on_other_ranks(sampler: Sampler, samples: int, seed: int) -> None:
+    """Require that a sampler of the script draws the same in a world of another size."""
+    world = process_state.world
+    if world is None:
+        return
+    drawn = list(map(repr, _draw(sampler, samples, seed, epoch=0)))
+    size = world.size
+    try:
+        object.__setattr__(world, "size", size + 1)  # it is frozen; no other code runs meanwhile
+        other = list(map(repr, _draw(sampler, samples, seed, epoch=0)))
+    finally:
+        object.__setattr__(world, "size", size)
+    if other != drawn:
+        raise _sampler_error(
+            f"the sampler draws other indices with {size + 1} processes than with {size}",
+            "an order that does not depend on the number of processes",
+            "leave world.size out of the sampler: the loader divides each global batch",
+        )
+
+
+def _require_function(sampler: Any, batch_sampler: Any) -> None:
+    """Require that a sampler is a function of (seed, epoch): a loader of torch has others.
+
+    Raises:
+        InputError: it is an object with an order of its own.
+    """
+    for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        is_function = callable(value) and not isinstance(value, Iterable) and name == "sampler"
+        if value is not None and not is_function:
+            raise _sampler_error(
+                f"samestep.loader received the {name} {type(value).__name__} and a data set",
+                "sampler=lambda seed, epoch: ..., which returns the indices of an epoch",
+                f"samestep.loader(DataLoader(dataset, {name}=...)), whose order is that of torch",
+            )
+
+
+def _sampler_error(value: str, expected: str, fix: str) -> InputError:
+    """Return the error of a sampler that cannot be divided or resumed."""
+    return InputError(value, expected, fix, code="E_LOADER")
 
 
 def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:

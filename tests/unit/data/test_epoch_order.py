@@ -1,4 +1,4 @@
-"""Samplers whose epochs never end, that depend on the number of processes, or that are objects of torch."""
+"""Samplers of scripts: endless ones, those of a number of processes, and objects of torch."""
 
 from itertools import count
 from typing import Any
