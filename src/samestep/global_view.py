@@ -21,13 +21,13 @@ from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.launcher.process_group import SessionOptions
 from samestep.launcher.process_state import process_state
+from samestep.microbatches import require_microbatches
 from samestep.session import init
 from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.first_calls import CallOptions
 from samestep.view.parallel import ParallelModule
-from samestep.view.ranks import require_microbatches
 from samestep.view.strategy import Strategy
 from samestep.view.view import View
 

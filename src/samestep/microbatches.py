@@ -1,16 +1,11 @@
-"""Division of a global batch into microbatches, and their ownership by ranks, in integers."""
+"""Division of batches into microbatches, their owners, and the refusal of too many ranks."""
 
 from __future__ import annotations
 
-import operator
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any
-
-from annotated_types import Ge, Le
-
-from samestep.errors import CheckpointError, InputError
+from samestep.errors import InputError
 from samestep.units import plural
+
+MOST_MICROBATCHES = 8  # of a call, where the script gives no number
 
 
 def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
@@ -45,55 +40,20 @@ def require_enough_microbatches(
         )
 
 
-def require_integer(
-    name: str,
-    value: Any,
-    *,
-    at_least: int,
-    at_most: int | None = None,
-    example: int,
-) -> int:
-    """Return an argument as an `int`, from any integer type, such as those of NumPy.
-
-    The error names a valid value, `example`.
+def require_microbatches(microbatches: int | None, size: int) -> None:
+    """Require a microbatch of each call for each rank; None: the script gives no number.
 
     Raises:
-        InputError: the value is no integer, or outside of the range.
+        InputError: there are more ranks.
     """
-    number: int | None = None
-    if not isinstance(value, bool):
-        with suppress(TypeError):
-            number = operator.index(value)
-    if number is None or number < at_least or (at_most is not None and number > at_most):
-        limits = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    number = microbatches
+    if number is None:
+        number = MOST_MICROBATCHES
+    if number < size:
         raise InputError(
-            f"{name} is {value!r}",
-            f"an integer {limits}",
-            f"{name}={example}",
-            code="E_VALUE",
-        )
-    return number
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """The only position of a run, independent of ranks."""
-
-    epoch: Annotated[int, Ge(0), Le(2**62)] = 0  # number of complete passes over the data
-    samples: Annotated[int, Ge(0), Le(2**62)] = 0  # of the current pass, consumed by all ranks
-
-
-def require_position(cursor: Cursor, samples: int, batch_size: int) -> None:
-    """Require that an epoch of `samples` samples has a global batch at the cursor of a checkpoint.
-
-    Raises:
-        CheckpointError: the position does not exist.
-    """
-    if cursor.samples >= samples or cursor.samples % batch_size:
-        raise CheckpointError(
-            f"the checkpoint is at sample {cursor.samples} of an epoch",
-            expected=f"the start of a global batch of {batch_size}, in an epoch of {samples} "
-            "samples",
-            fix="use the data and the batch size with which the run began",
-            code="E_RESUME_CHANGED",
+            f"{size} ranks divide the calls of a module into {number} microbatches",
+            expected="at least one microbatch for each rank",
+            fix=f"{number} processes; or samestep.parallel(model, microbatches={size}) "
+            "on every number of processes",
+            code="E_TOO_MANY_RANKS",
         )

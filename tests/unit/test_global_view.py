@@ -26,7 +26,6 @@ from helpers.view_checks import difference, error_code, gradients
 from samestep.errors import InputError
 from samestep.global_view import _require_arguments, no_sync, parallel_module
 from samestep.launcher.process_state import process_state
-from samestep.view.ranks import require_microbatches
 
 
 def _trained() -> Any:
@@ -317,18 +316,6 @@ def test_no_tensor_waits_for_the_garbage_collector(strategy: str, reduction: str
 @pytest.mark.ranks(3)
 def test_sums_of_two_models_are_not_mixed_up(results: dict[str, list[Any]]) -> None:
     assert all(difference <= 1e-12 for difference in results["two_models"])
-
-
-@pytest.mark.parametrize(("microbatches", "size"), [(None, 9), (4, 5), (1, 2)])
-def test_more_ranks_than_microbatches_are_refused(microbatches: int | None, size: int) -> None:
-    with pytest.raises(InputError) as caught:
-        require_microbatches(microbatches, size)
-    assert caught.value.code == "E_TOO_MANY_RANKS"
-
-
-@pytest.mark.parametrize(("microbatches", "size"), [(None, 8), (9, 9), (16, 5), (None, 1)])
-def test_a_microbatch_for_each_rank_is_enough(microbatches: int | None, size: int) -> None:
-    require_microbatches(microbatches, size)
 
 
 def test_scripted_modules_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Division of batches into microbatches, and ownership of microbatches."""
+"""Division of batches into microbatches, their owners, and the refusal of too many ranks."""
 
 from itertools import pairwise
 
@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
-from samestep.microbatches import microbatch_bounds, owned_microbatches, require_enough_microbatches
+from samestep.microbatches import (
+    microbatch_bounds,
+    owned_microbatches,
+    require_enough_microbatches,
+    require_microbatches,
+)
 
 sizes = st.integers(0, 5000)
 counts = st.integers(1, 200)
@@ -50,3 +55,15 @@ def test_one_microbatch_per_rank_is_enough(microbatches: int) -> None:
     require_enough_microbatches(microbatches, microbatches)
     with pytest.raises(InputError):
         require_enough_microbatches(microbatches, microbatches + 1)
+
+
+@pytest.mark.parametrize(("microbatches", "size"), [(None, 9), (4, 5), (1, 2)])
+def test_more_ranks_than_microbatches_are_refused(microbatches: int | None, size: int) -> None:
+    with pytest.raises(InputError) as caught:
+        require_microbatches(microbatches, size)
+    assert caught.value.code == "E_TOO_MANY_RANKS"
+
+
+@pytest.mark.parametrize(("microbatches", "size"), [(None, 8), (9, 9), (16, 5), (None, 1)])
+def test_a_microbatch_for_each_rank_is_enough(microbatches: int | None, size: int) -> None:
+    require_microbatches(microbatches, size)

@@ -17,9 +17,9 @@ import torch
 
 from samestep.checkpoint.contents import Training
 from samestep.checkpoint.encoding import Tensors, encode, encode_objects
+from samestep.data.cursor import Cursor
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
-from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
     from samestep.distributed.world import World

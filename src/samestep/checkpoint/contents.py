@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
+from samestep.data.cursor import Cursor
 from samestep.errors import CheckpointError
-from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
     import torch

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from itertools import islice
-from operator import index as as_index
 from typing import Any, get_args
 
 import numpy
 import torch
 
 from samestep.config import SampleOrder
+from samestep.data.cursor import Cursor, require_position
 from samestep.data.permutations import (
     Indices,
     Order,
@@ -25,7 +27,6 @@ from samestep.data.streams import StreamDataset
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
 from samestep.launcher.process_state import process_state
-from samestep.microbatches import Cursor, require_integer, require_position
 
 _EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
     "sampler": ("shuffle", "lengths", "order"),
@@ -73,11 +74,11 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             self.seed = options["generator"].initial_seed()
         else:
             seed = options["seed"] or 0
-            self.seed = require_integer("seed", seed, at_least=0, at_most=2**64 - 1, example=0)
+            self.seed = _require_integer("seed", seed, at_least=0, at_most=2**64 - 1, example=0)
         self._sampler: Sampler | None = options["sampler"]
         _require_function(self._sampler, options["batch_sampler"])
         size = options["batch_size"]
-        self.batch_size = require_integer("batch_size", size, at_least=1, example=64)
+        self.batch_size = _require_integer("batch_size", size, at_least=1, example=64)
         self._shuffle = bool(options["shuffle"])
         self._drop_last = bool(options["drop_last"])
         lengths: Sequence[int] | None = options["lengths"]
@@ -177,7 +178,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         """
         drawn = _draw(sampler, len(self._dataset), self.seed, epoch)
         try:
-            order = numpy.fromiter(map(as_index, drawn), dtype=numpy.int64)
+            order = numpy.fromiter(map(operator.index, drawn), dtype=numpy.int64)
         except TypeError as error:
             raise _sampler_error(
                 f"the sampler yields a {type(drawn[0]).__name__} in place of an index",
@@ -276,6 +277,36 @@ def _require_function(sampler: Any, batch_sampler: Any) -> None:
 def _sampler_error(value: str, expected: str, fix: str) -> InputError:
     """Return the error of a sampler that cannot be divided or resumed."""
     return InputError(value, expected, fix, code="E_LOADER")
+
+
+def _require_integer(
+    name: str,
+    value: Any,
+    *,
+    at_least: int,
+    at_most: int | None = None,
+    example: int,
+) -> int:
+    """Return an argument as an `int`, from any integer type, such as those of NumPy.
+
+    The error names a valid value, `example`.
+
+    Raises:
+        InputError: the value is no integer, or outside of the range.
+    """
+    number: int | None = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)
+    if number is None or number < at_least or (at_most is not None and number > at_most):
+        limits = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise InputError(
+            f"{name} is {value!r}",
+            f"an integer {limits}",
+            f"{name}={example}",
+            code="E_VALUE",
+        )
+    return number
 
 
 def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from samestep.data.cursor import Cursor
 from samestep.data.epoch_order import EpochOrder
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
 from samestep.data.sample_reader import (
@@ -26,7 +27,6 @@ from samestep.distributed.rng import PassedGenerator, passed_generators
 from samestep.distributed.signals import StoppedLoop
 from samestep.errors import InputError
 from samestep.launcher.process_state import process_state, rank_and_size
-from samestep.microbatches import Cursor
 
 _MANY = 2**62  # batches of a sampler without a length
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from samestep.checkpoint.checksum import checksum_event
 from samestep.config import RunOptions
+from samestep.data.cursor import Cursor
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.devices import gpu_memory
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World, all_gather
 from samestep.loggers.logger import RunLogger
 from samestep.loggers.rank_monitor import RankProgress
-from samestep.microbatches import Cursor
 from samestep.recipes.builder import Built
 from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.samples import RecipeBatch, complete_epoch

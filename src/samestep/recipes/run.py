@@ -20,6 +20,7 @@ from samestep.checkpoint.folder_lock import FolderLock
 from samestep.checkpoint.state import load_model
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RecipeStep, RunOptions
+from samestep.data.cursor import Cursor
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.world import World
@@ -29,7 +30,6 @@ from samestep.launcher.process_state import process_state
 from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import create_loggers
-from samestep.microbatches import Cursor
 from samestep.recipes.builder import Built, build, start_world, without_pretrained
 from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.events import TrainingEvents

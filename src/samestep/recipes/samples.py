@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.data.batch import Collate, SizedDataset, map_tensors
+from samestep.data.cursor import Cursor
 from samestep.data.streams import StreamDataset
 from samestep.data.whole_batches import WholeBatches
 from samestep.errors import DataError
-from samestep.microbatches import Cursor, microbatch_bounds
+from samestep.microbatches import microbatch_bounds
 
 
 class _Unusable(NamedTuple):

@@ -31,6 +31,7 @@ from samestep.launcher.pickling import ByValue
 from samestep.launcher.process_group import SessionOptions
 from samestep.launcher.process_state import WorkerSpec, process_state, rank_and_size
 from samestep.launcher.worker import run_script
+from samestep.microbatches import MOST_MICROBATCHES, require_microbatches
 from samestep.script.calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.files import FirstWriter, one_writer
 from samestep.script.inputs import FirstRankPrograms, equal_entropy, shared_console
@@ -49,7 +50,6 @@ from samestep.script.summary import Summary
 from samestep.session import join
 from samestep.view.first_calls import CallOptions
 from samestep.view.parallel import ParallelModule
-from samestep.view.ranks import MOST_MICROBATCHES, require_microbatches
 from samestep.view.view import View, ViewOfBatches
 
 # Under `exact` a number of its own: the first call of a module may have few rows.

@@ -13,12 +13,16 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from samestep.distributed.devices import is_accelerator, use_deterministic_kernels
-from samestep.microbatches import microbatch_bounds, owned_microbatches
+from samestep.microbatches import (
+    MOST_MICROBATCHES,
+    microbatch_bounds,
+    owned_microbatches,
+    require_microbatches,
+)
 from samestep.view.divided import DividedCall
 from samestep.view.division import Division
 from samestep.view.first_calls import CallOptions, FirstCalls, Next
 from samestep.view.kinds import Kind, KindsOfModule, submodules
-from samestep.view.ranks import MOST_MICROBATCHES, require_microbatches
 from samestep.view.slices import Slices, rank_bounds
 from samestep.view.strategy import Call, Strategy
 from samestep.view.view import View

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from samestep.distributed.world import World
-from samestep.errors import InputError, RankDesyncError, RunError
+from samestep.errors import RankDesyncError, RunError
 from samestep.view.rank_comparison import ONE_DECISION
 from samestep.view.region import current_region
 
-MOST_MICROBATCHES = 8  # without a number
 _FEW_BYTES = 2**16  # sent to every other rank at once
 _MOST_NUMBERS = 2  # of a sum that fit into a word
 
@@ -151,25 +150,6 @@ def _in_memory(values: torch.Tensor) -> torch.Tensor:
     if values._is_zerotensor():  # has no memory
         return values.detach().clone()
     return values.detach().contiguous().resolve_conj().resolve_neg()
-
-
-def require_microbatches(microbatches: int | None, size: int) -> None:
-    """Require a microbatch for each rank.
-
-    Raises:
-        InputError: there are more ranks.
-    """
-    number = microbatches
-    if number is None:
-        number = MOST_MICROBATCHES
-    if number < size:
-        raise InputError(
-            f"{size} ranks divide the calls of a module into {number} microbatches",
-            expected="at least one microbatch for each rank",
-            fix=f"{number} processes; or samestep.parallel(model, microbatches={size}) "
-            "on every number of processes",
-            code="E_TOO_MANY_RANKS",
-        )
 
 
 class RaisedElsewhere(Exception):

@@ -32,12 +32,13 @@ from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed
 from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
+from samestep.microbatches import MOST_MICROBATCHES
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import RowBounds
 from samestep.view.kinds import Kind
 from samestep.view.lockstep import SliceThreads
 from samestep.view.rank_comparison import ONE_DECISION, InStep
-from samestep.view.ranks import MOST_MICROBATCHES, Action, Ranks, RowMessages
+from samestep.view.ranks import Action, Ranks, RowMessages
 from samestep.view.region import current_region
 from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, rows_of, torch_gathers
 from samestep.view.slices import Slices, rank_bounds

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samestep
+from samestep.data.cursor import Cursor
 from samestep.data.permutations import Order
 from samestep.data.sample_files import fingerprint_of
 from samestep.data.streams import StreamDataset
 from samestep.errors import DataError, InputError
-from samestep.microbatches import Cursor
 
 FILES = st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(any)
 

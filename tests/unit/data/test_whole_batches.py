@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import samestep
+from samestep.data.cursor import Cursor
 from samestep.data.whole_batches import WholeBatches
 from samestep.errors import InputError
-from samestep.microbatches import Cursor
 from workers import sessions
 
 

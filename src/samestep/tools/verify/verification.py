@@ -18,6 +18,7 @@ from typing import Any
 from samestep.errors import InputError
 from samestep.launcher.launch import RankError
 from samestep.loggers.logger import to_json
+from samestep.microbatches import require_microbatches
 from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.templates import render
 from samestep.tools.verify.attribution import Attribution
@@ -40,7 +41,6 @@ from samestep.tools.verify.trials import (
     TrialRunner,
     described,
 )
-from samestep.view.ranks import require_microbatches
 
 FORMAT = 4
 
