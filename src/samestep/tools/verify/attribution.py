@@ -361,7 +361,9 @@ class Attribution:
         if first.step not in self._reference.steps or first.step not in self._other.steps:
             return None
         one, other = (note["threads"] for note in self._notes(first))
-        if one == other or not self._compare_under(single_thread=True).holds:
+        if one == other:
+            return None
+        if not compare(*self._run_both(single_thread=True), self._tolerance).holds:
             return None  # ranks and threads both change the order of sums
         counts = f"ranks compute with {one} and {other} threads"
         return self._experiment(first, Cause.THREADS, (seen, counts), single_thread=True)
@@ -370,10 +372,13 @@ class Attribution:
         self, first: Difference, cause: Cause, evidence: tuple[str, ...], **changes: Any
     ) -> Finding | None:
         """Return the cause if the difference disappears, or only a later one remains."""
-        changed = self._compare_under(**changes)
+        reference, measured = self._run_both(**changes)
+        changed = compare(reference, measured, self._tolerance)
+        # A comparison of the ranks can end the run after the call.
+        reached = reference.failure is None and _has_made_call(measured, first)
         remaining = changed.first
         is_later = remaining is None or remaining.order_key > first.order_key
-        if changed.has_failed or not is_later:
+        if not is_later or (changed.has_failed and not reached):
             return None
         result = "are equal"
         if remaining is not None:
@@ -382,11 +387,10 @@ class Attribution:
         runs = f"{one} and {described(self._many)}"
         return Finding(cause, first, (*evidence, f"{_EXPERIMENTS[cause]}, {runs} {result}"))
 
-    def _compare_under(self, **changes: Any) -> Comparison:
-        """Repeat both runs under interventions, and compare them with the same tolerance."""
+    def _run_both(self, **changes: Any) -> tuple[Record, Record]:
+        """Repeat both runs under interventions."""
         reference = self._runner.run(self._one, **changes)
-        measured = self._runner.run(self._many, reference, **changes)
-        return compare(reference, measured, self._tolerance)
+        return reference, self._runner.run(self._many, reference, **changes)
 
     def _float64_text(self, first: Difference) -> tuple[str, ...]:
         if self._runner.conditions.interventions.double or first.ranks is not None:
@@ -395,8 +399,7 @@ class Attribution:
 
     def _float64_distance(self, first: Difference) -> float:
         """Return the largest distance in float64 up to a step; infinity if it cannot run."""
-        reference = self._runner.run(self._one, double=True)
-        measured = self._runner.run(self._many, reference, double=True)
+        reference, measured = self._run_both(double=True)
         return _largest_distance(compare(reference, measured, None), first.step)
 
     def _failure_text(self) -> tuple[str, ...]:
@@ -405,6 +408,17 @@ class Attribution:
             return ()
         text = self._other.failure.text.removeprefix("error: ").partition("\n  expected: ")[0]
         return tuple(filter(None, [text]))
+
+
+def _has_made_call(record: Record, first: Difference) -> bool:
+    """Return whether every rank made the call whose outputs differed."""
+    return first.stage == "outputs" and all(
+        any(
+            note.get("step") == first.step and len(note.get("calls", ())) > (first.number or 0)
+            for note in notes
+        )
+        for notes in record.events
+    )
 
 
 def _rounding_text(size: float) -> str:
