@@ -29,32 +29,16 @@ from samestep.cli.options import (
 from samestep.config import default_workers
 from samestep.distributed.logging import plain_console
 from samestep.distributed.resources import usable_processors
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError, printable
-from samestep.loggers.logger import format_metric
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
 from samestep.runs import not_a_run, run_folder
-from samestep.tools.run_log import parse_finite
-from samestep.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from samestep.tools.doctor import Finding
-    from samestep.tools.top import RunStatus
 
 _REPORT = "report.html"
 _TOP_SECONDS = 1.0  # between updates
-_STYLES = {"silent": "yellow", "missing": "yellow"}
-# Title, format and keys in a rank's line of each column.
-_COLUMNS = (
-    ("step", "{:,.0f}".format, ("step",)),
-    ("samples/s", "{:,.0f}".format, ("samples_per_second",)),
-    ("data", "{:.0%}".format, ("data_share",)),
-    ("wait", "{:.0%}".format, ("wait_share",)),
-    ("CPU", "{:.0f}%".format, ("cpu_percent",)),
-    ("memory", format_bytes, ("memory_bytes",)),
-    ("GPU", "{:.0f}%".format, ("gpu", "use_percent")),
-    ("GPU memory", format_bytes, ("gpu", "memory_bytes")),
-)
 _CONVERTED_SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safetensors"}
 
 
@@ -175,7 +159,7 @@ class Top(JsonOption):
 
     def run(self) -> int:
         """Show the run once, or until Ctrl-C."""
-        from samestep.tools.top import read_status
+        from samestep.tools.top import read_status, render
 
         console = plain_console()
         is_view = console.is_terminal and not console.is_dumb_terminal
@@ -195,7 +179,7 @@ class Top(JsonOption):
         from rich.live import Live
         from rich.text import Text
 
-        from samestep.tools.top import read_status
+        from samestep.tools.top import read_status, render
 
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             try:
@@ -208,51 +192,6 @@ class Top(JsonOption):
                     time.sleep(_TOP_SECONDS)
             except KeyboardInterrupt:
                 return
-
-
-def render(folder: Path, status: RunStatus) -> RenderableType:
-    """Return the state, progress and values of a run, and one row per rank."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    parts = [f"{printable(str(folder))}  {status.state}"]
-    if status.epoch or status.epochs:
-        parts.append(f"epoch {status.epoch}/{status.epochs or '?'}")
-    parts.append(f"step {status.step:,}")
-    if status.steps:
-        parts[-1] += f"/{status.steps:,}"
-    if isinstance(status.loss, str):
-        parts.append(f"loss {status.loss}")
-    elif status.loss is not None:
-        parts.append(f"loss {format_metric('loss', status.loss)}")
-    if status.failure:
-        parts.append(f"{status.failure['text']} [{status.failure['code']}]")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    cells = [[_cell(row.line, keys, form) for _, form, keys in _COLUMNS] for row in status.ranks]
-    used = [number for number in range(len(_COLUMNS)) if any(row[number] != "-" for row in cells)]
-    for title in ("rank", *(_COLUMNS[number][0] for number in used), "age"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("activity")  # the only column that shrinks
-    for row, values_of_rank in zip(status.ranks, cells, strict=True):
-        age = "not yet"
-        if row.age_seconds is not None:
-            age = f"{row.age_seconds:.0f} s"
-        if row.sign != "active":
-            age = f"{row.sign} {age}"
-        activity = Text(str(row.line.get("doing", "-")), no_wrap=True, overflow="ellipsis")
-        texts = [str(row.rank), *(values_of_rank[number] for number in used), age]
-        table.add_row(*texts, activity, style=_STYLES.get(row.sign, ""))
-    return Group(Text("  ".join(parts)), table)
-
-
-def _cell(line: Any, keys: tuple[str, ...], form: Any) -> str:
-    for key in keys:
-        line = line.get(key) if isinstance(line, dict) else None
-    value = parse_finite(line)
-    if value is None:
-        return "-"
-    return str(form(value))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`samestep top`: state of a run and its ranks, from the ends of the files in its directory."""
+"""`samestep top`: state of a run and its ranks, from the ends of its files, and its screen."""
 
 from __future__ import annotations
 
@@ -9,23 +9,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from samestep.checkpoint.folder_lock import is_locked
 from samestep.distributed.disk_operations import regular_file
+from samestep.errors import printable
+from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.run_log import (
     parse_count,
+    parse_finite,
     parse_line,
     parse_number,
     rank_files,
     read_objects,
     run_errors,
 )
+from samestep.units import format_bytes
 
 SILENT_SECONDS = 10.0
 _EVENT_BYTES = 1 << 18  # some hundred steps
 _RANK_BYTES = 1 << 16  # some hundred lines, of which only the last is used
 _MAX_RANKS = 100_000
+_STYLES = {"silent": "yellow", "missing": "yellow"}
+# Title, format and keys in a rank's line of each column.
+_COLUMNS = (
+    ("step", "{:,.0f}".format, ("step",)),
+    ("samples/s", "{:,.0f}".format, ("samples_per_second",)),
+    ("data", "{:.0%}".format, ("data_share",)),
+    ("wait", "{:.0%}".format, ("wait_share",)),
+    ("CPU", "{:.0f}%".format, ("cpu_percent",)),
+    ("memory", format_bytes, ("memory_bytes",)),
+    ("GPU", "{:.0f}%".format, ("gpu", "use_percent")),
+    ("GPU memory", format_bytes, ("gpu", "memory_bytes")),
+)
 # starting: no rank has written. failed: rank 0 has logged a failure. dead: no process holds the
 # lock, and the run has logged no end.
 State = Literal["starting", "running", "stopped", "ended", "failed", "dead"]
@@ -157,3 +177,44 @@ def _read_rank(rank: int, path: Path, is_running: bool) -> RankRow:
     if is_running and age >= SILENT_SECONDS:
         return RankRow(rank, "silent", age, line)
     return RankRow(rank, "active", age, line)
+
+
+def render(folder: Path, status: RunStatus) -> RenderableType:
+    """Return the state, progress and values of a run, and one row per rank."""
+    parts = [f"{printable(str(folder))}  {status.state}"]
+    if status.epoch or status.epochs:
+        parts.append(f"epoch {status.epoch}/{status.epochs or '?'}")
+    parts.append(f"step {status.step:,}")
+    if status.steps:
+        parts[-1] += f"/{status.steps:,}"
+    if isinstance(status.loss, str):
+        parts.append(f"loss {status.loss}")
+    elif status.loss is not None:
+        parts.append(f"loss {format_metric('loss', status.loss)}")
+    if status.failure:
+        parts.append(f"{status.failure['text']} [{status.failure['code']}]")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    cells = [[_cell(row.line, keys, form) for _, form, keys in _COLUMNS] for row in status.ranks]
+    used = [number for number in range(len(_COLUMNS)) if any(row[number] != "-" for row in cells)]
+    for title in ("rank", *(_COLUMNS[number][0] for number in used), "age"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("activity")  # the only column that shrinks
+    for row, values_of_rank in zip(status.ranks, cells, strict=True):
+        age = "not yet"
+        if row.age_seconds is not None:
+            age = f"{row.age_seconds:.0f} s"
+        if row.sign != "active":
+            age = f"{row.sign} {age}"
+        activity = Text(str(row.line.get("doing", "-")), no_wrap=True, overflow="ellipsis")
+        texts = [str(row.rank), *(values_of_rank[number] for number in used), age]
+        table.add_row(*texts, activity, style=_STYLES.get(row.sign, ""))
+    return Group(Text("  ".join(parts)), table)
+
+
+def _cell(line: Any, keys: tuple[str, ...], form: Any) -> str:
+    for key in keys:
+        line = line.get(key) if isinstance(line, dict) else None
+    value = parse_finite(line)
+    if value is None:
+        return "-"
+    return str(form(value))

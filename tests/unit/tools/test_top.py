@@ -13,8 +13,7 @@ from rich.console import Console
 
 from helpers.run_folders import START, events_of, make_run, step_event
 from samestep.checkpoint.folder_lock import LOCK
-from samestep.cli.tools import render
-from samestep.tools.top import SILENT_SECONDS, RunStatus, read_status
+from samestep.tools.top import SILENT_SECONDS, RunStatus, read_status, render
 
 
 def status_of(folder: Path, events: list[dict[str, Any]]) -> RunStatus:
