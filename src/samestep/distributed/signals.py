@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
+from samestep.distributed.standard_streams import open_terminals, redirect_to_null
 from samestep.errors import EXIT_STOPPED
 
 # Terminals and batch systems send these to a whole process group to end it.
@@ -103,16 +104,3 @@ def handled_signals(
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
-
-
-def open_terminals() -> list[int]:
-    """Return the descriptors of standard output and standard error that are terminals."""
-    return [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-
-
-def redirect_to_null(descriptors: list[int]) -> None:
-    """Redirect descriptors of a closed terminal, so that printing cannot fail the run."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in descriptors:
-        os.dup2(null, descriptor)
-    os.close(null)

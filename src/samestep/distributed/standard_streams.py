@@ -1,4 +1,4 @@
-"""Standard streams with writes that never fail: closed, full, or with a stopped reader."""
+"""Standard streams: the log of a rank, a closed terminal, and writes that never fail."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
-from samestep.distributed.signals import redirect_to_null
-
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from _typeshed import ReadableBuffer
 
 # Time that a run waits for a reader that does not read, such as a terminal stopped by Ctrl-S.
@@ -33,6 +33,31 @@ def open_standard_descriptors() -> None:
         os.set_inheritable(descriptor, True)
         descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
+
+
+def send_output_to(log: Path) -> None:
+    """Append the output of this process, such as a rank, to a file."""
+    from samestep.distributed.disk_operations import regular_file  # slow for the start of commands
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab", opener=regular_file) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def open_terminals() -> list[int]:
+    """Return the descriptors of standard output and standard error that are terminals."""
+    return [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+
+def redirect_to_null(descriptors: list[int]) -> None:
+    """Redirect descriptors of a closed terminal, so that printing cannot fail the run."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)
 
 
 def protect_output(*, stdout_seconds: float | None, stderr_seconds: float = STALL_SECONDS) -> None:

@@ -19,10 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from samestep.distributed.disk_operations import regular_file
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
 from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, die_with_parent
-from samestep.distributed.standard_streams import STALL_SECONDS, protect_output
+from samestep.distributed.standard_streams import STALL_SECONDS, protect_output, send_output_to
 from samestep.errors import InputError, message_of
 from samestep.launcher.failure import Failure
 from samestep.launcher.pickling import pack
@@ -114,12 +113,7 @@ def _set_up(worker_spec: WorkerSpec) -> None:
         # In lists of processes, such as those of `ps -e` and `top`.
         Path("/proc/self/comm").write_text(f"samestep-{worker_spec.rank}", encoding="ascii")
     if worker_spec.log is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        worker_spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(worker_spec.log, "ab", opener=regular_file) as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        send_output_to(worker_spec.log)
     # A rank that waits for the reader of its output must continue before it counts as hung.
     limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
     protect_output(

@@ -14,13 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from samestep.distributed.signals import (
-    STOP_SIGNALS,
-    handled_signals,
-    open_terminals,
-    redirect_to_null,
-)
-from samestep.distributed.standard_streams import report_line
+from samestep.distributed.signals import STOP_SIGNALS, handled_signals
+from samestep.distributed.standard_streams import open_terminals, redirect_to_null, report_line
 from samestep.distributed.status import StatusBoard
 from samestep.errors import RunMovedError
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause

@@ -26,7 +26,7 @@ from samestep.distributed.devices import ACCELERATOR, accelerator_module
 from samestep.distributed.env import SHARE_GPU, relevant_variables
 from samestep.distributed.launcher_variables import find_rendezvous
 from samestep.distributed.resources import usable_processors
-from samestep.distributed.signals import redirect_to_null
+from samestep.distributed.standard_streams import redirect_to_null
 from samestep.errors import InputError, RunError, SamestepError
 from samestep.launcher.launch import LaunchConfig, StoppedError
 from samestep.tools.launch import run_on_ranks
