@@ -24,10 +24,10 @@ from samestep.config.key_suggestions import did_you_mean, nearest_path
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import expand_path
 from samestep.errors import InputError, RecipeError
+from samestep.recipes.recipe_errors import explained
 from samestep.recipes.settings import (
     apply_setting,
     expand_paths,
-    explained,
     flat,
     full_key,
     origins_of,

@@ -1,21 +1,17 @@
-"""Settings `key=value` of a recipe: short keys, paths, origins, suggestions; the JSON schema."""
+"""Settings `key=value` of a recipe: short keys, paths, origins; the JSON schema."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
-from difflib import get_close_matches
-from functools import cache
+from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from pydantic_core import ErrorDetails
-
 from samestep.config import Recipe
-from samestep.config.key_suggestions import SYNONYMS, suggest
+from samestep.config.key_suggestions import SYNONYMS
 from samestep.distributed.env import expand_path
 from samestep.errors import RecipeError
 
@@ -24,15 +20,9 @@ _PATHS = (
     *("data.options.path", "data.options.evaluation_path", "data.options.image_root"),
     *("data.options.tokenizer", "model.pretrained"),
 )
-# Names that pydantic appends to the key of a value with alternative types.
-_ALTERNATIVES = ("constrained-int", "literal['auto']")
-# Valid values of keys without a default.
-_EXAMPLES = {"batch_size": 64, "epochs": 10}
 _DEFAULT = "default"
-_LEAST = 0.7  # similarity of a misspelled key
 _WORD = re.compile(r"[A-Za-z_][\w./-]*(:[\w./-]+)*")
 _CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
-_NONE = object()
 _ATTRIBUTE = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)  # of a docstring
 
 
@@ -79,9 +69,9 @@ def full_key(data: Mapping[str, Any], key: str, text: str = "VALUE") -> str:
     Raises:
         RecipeError: several keys end in the short one.
     """
-    if key.partition(".")[0] in _names(Recipe):
+    if key.partition(".")[0] in names_of(Recipe):
         return key
-    known = {*_keys_of(Recipe), *flat(data), *SYNONYMS.values()}
+    known = {*keys_of(Recipe), *flat(data), *SYNONYMS.values()}
     full = sorted(name for name in known if name.endswith(f".{key}"))
     if len(full) > 1:
         raise RecipeError(
@@ -179,7 +169,8 @@ def annotated(data: Mapping[str, Any], origins: Mapping[str, str], prefix: str =
 # --- keys ---
 
 
-def _names(kind: Any) -> list[str]:
+def names_of(kind: Any) -> list[str]:
+    """Return the names of the keys of a configuration class."""
     return [key.name for key in fields(kind)]
 
 
@@ -189,124 +180,13 @@ def section_of(kind: Any, name: str) -> Any:
     return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 
 
-def _keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
-    for name in _names(kind):
+def keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a configuration class and its sections."""
+    for name in names_of(kind):
         yield f"{prefix}{name}"
         section = section_of(kind, name)
         if section is not None:
-            yield from _keys_of(section, f"{prefix}{name}.")
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    """Return the defaults of all keys that have one."""
-    return dict(_defaults_of(Recipe, ""))
-
-
-def _defaults_of(kind: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for entry in fields(kind):
-        key = f"{prefix}{entry.name}"
-        section = section_of(kind, entry.name)
-        if section is not None:
-            yield from _defaults_of(section, f"{key}.")
-        elif entry.default is not MISSING:
-            yield key, entry.default
-
-
-# --- errors of keys and values ---
-
-
-def explained(
-    errors: Sequence[ErrorDetails],
-    origin: str,
-    before: Mapping[str, Any],
-    settings: Mapping[str, str],
-) -> RecipeError:
-    """Return the error of a recipe that is not valid.
-
-    An unknown key comes first: a required key may be missing because it has another name.
-
-    Args:
-        errors: errors of pydantic.
-        origin: name of the recipe.
-        before: the recipe in plain data without settings, whose values the fix can suggest.
-        settings: texts of the settings by full keys.
-    """
-    unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]
-    error = (unknown or errors)[0]
-    path = [str(part) for part in error["loc"] if part not in _ALTERNATIVES]
-    *section, name = path
-    key = ".".join(path)
-    meant = None
-    if unknown:
-        kind: Any = Recipe
-        for part in section:
-            kind = section_of(kind, part)
-        names = _names(kind)
-        siblings = [".".join([*section, other]) for other in names]
-        meant = suggest(key, [*siblings, *SYNONYMS.values()], least=_LEAST)
-        if meant is None and not section:
-            meant = _similar_end(key, before)
-        if meant is None and "options" in names:
-            meant = ".".join([*section, "options", name])
-        problem = f"unknown key {key}"
-        code = "E_UNKNOWN_KEY"
-        expected = f"one of the keys {', '.join(names)}"
-        fix = f"remove {key}"
-    elif error["type"] in ("missing", "missing_argument"):
-        problem = f"{key} is missing"
-        code = "E_MISSING_KEY"
-        expected = "a value; this key has no default"
-        fix = f"add {name}: to the recipe, or {key}={_EXAMPLES.get(key, 'VALUE')}"
-    else:
-        meant = suggest(key, SYNONYMS.values(), least=1.0)  # such as a number for `learning_rate`
-        problem = f"{key} is {json.dumps(error['input'])}"
-        code = "E_VALUE"
-        expected = error["msg"].removeprefix("Input should be ")
-        fix = _setting(key, _valid_value(key, error, before))
-    if meant not in (None, key):
-        # The setting can be longer than the key of the error: optimizer.option.lr.
-        asked = next((one for one in settings if f"{one}.".startswith(f"{key}.")), key)
-        meant = f"{meant}{asked[len(key) :]}"
-        fix = f"did you mean {_with_value(meant, settings.get(asked))}?"
-    return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
-
-
-def _similar_end(key: str, data: Mapping[str, Any]) -> str | None:
-    """Return the full key that ends in a name similar to a misspelled short key, or None."""
-    known = (*_keys_of(Recipe), *flat(data), *SYNONYMS.values())
-    ends = {name.rpartition(".")[2] for name in known}
-    end = suggest(key, ends, least=_LEAST)
-    with suppress(RecipeError):  # several keys end in this name
-        if end is not None:
-            return full_key(data, end)
-    return None
-
-
-def _with_value(meant: str, text: str | None) -> str:
-    """Return the key or the option that was meant, with the value of the setting, if any."""
-    if text is None:
-        return meant
-    if meant.startswith("-"):
-        return f"{meant} {shlex.quote(text)}"
-    return shlex.quote(f"{meant}={text}")
-
-
-def _setting(key: str, value: Any) -> str:
-    if value is _NONE:
-        return f"{key}=VALUE"
-    return shlex.quote(f"{key}={value_text(value)}")
-
-
-def _valid_value(key: str, error: ErrorDetails, before: Mapping[str, Any]) -> Any:
-    """Return a value that is valid for a key: the nearest choice, that of the file, the default."""
-    if error["type"] == "literal_error":
-        choices = re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected")))
-        return next(iter(get_close_matches(str(error["input"]), choices, n=1)), choices[0])
-    value = value_at(before, key.split("."))
-    if value is not None and value != error["input"]:
-        return value
-    return _EXAMPLES.get(key, _defaults().get(key, _NONE))
+            yield from keys_of(section, f"{prefix}{name}.")
 
 
 # --- schema -------------------------------------------------------------------------------------
