@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from samestep.config import RecipeStep, RunOptions
-from samestep.distributed import devices
 from samestep.distributed.world import World
 from samestep.errors import DataError, RecipeError
-from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, _optimizer, build, find
+from samestep.recipes.builder import DATA, LOSSES, MODELS, build, find
 from samestep.recipes.models import freeze, load_matching, transform_model
+from samestep.recipes.optimizers import OPTIMIZERS
 from samestep.recipes.recipe_files import load_recipe
 from samestep.zoo.digits import DigitsNet, load_digits
 from samestep.zoo.losses import cross_entropy
@@ -245,28 +245,6 @@ def test_the_best_checkpoint_is_selected_by_a_term_of_the_loss(
     if error is not None:
         assert error.value.code == "E_METRIC"
         assert ("loss_pixel, loss_dice" in str(error.value.expected)) == (loss == "dice_plus")
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "device", "is_fused"),
-    [
-        ("sgd", "{lr: 0.1}", "cpu", True),
-        ("torch.optim:AdamW", "{lr: 0.1}", "cpu", True),
-        ("adam", "{lr: 0.1, foreach: true}", "cpu", False),
-        ("adam", "{lr: 0.1, fused: false}", "cpu", False),
-        ("sgd", "{lr: 0.1, momentum: 0.9, dampening: 0.1}", "cpu", False),
-        ("torch.optim:RMSprop", "{lr: 0.1}", "cpu", False),
-        ("sgd", "{lr: 0.1}", "cuda", False),
-    ],
-)
-def test_optimizers_are_fused_on_accelerators(
-    alone: World, monkeypatch: pytest.MonkeyPatch, name: str, options: str, device: str, is_fused: bool
-) -> None:
-    overrides = [f"optimizer.name={name}", f"optimizer.options={options}"]
-    config = load_recipe("digits", overrides).optimizer
-    monkeypatch.setattr(devices, "ACCELERATOR", device)  # the kind of device of an accelerator
-    [group] = _optimizer(config, nn.Linear(3, 2)).param_groups
-    assert bool(group.get("fused")) is is_fused
 
 
 @pytest.mark.parametrize(("tf32", "precision"), [(None, "high"), (True, "high"), (False, "highest")])

@@ -17,10 +17,19 @@ from samestep.checkpoint.contents import Progress, Training
 from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import LearningRateConfig, LearningRateRule, OptimizerConfig, RunOptions, ScheduleConfig
+from samestep.distributed import devices
 from samestep.distributed.world import World
 from samestep.errors import CheckpointError, RecipeError
-from samestep.recipes.builder import Built, build
-from samestep.recipes.optimizers import apply_layer_decay, layer_numbers, parameter_groups, scale_rates, schedule_factor
+from samestep.recipes.builder import Built, build, find
+from samestep.recipes.optimizers import (
+    OPTIMIZERS,
+    apply_layer_decay,
+    build_optimizer,
+    layer_numbers,
+    parameter_groups,
+    scale_rates,
+    schedule_factor,
+)
 from samestep.recipes.recipe_files import load_recipe
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.digits import DigitsNet
@@ -316,3 +325,26 @@ def test_factor_stays_between_its_ends_and_never_rises_after_the_warm_up(
     assert all(0 < value <= 1 or (value == 0 and final == 0) or value == pytest.approx(final) for value in values)
     after = values[round(warmup * steps) :]
     assert all(later <= earlier + 1e-12 for earlier, later in pairwise(after))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "device", "is_fused"),
+    [
+        ("sgd", "{lr: 0.1}", "cpu", True),
+        ("torch.optim:AdamW", "{lr: 0.1}", "cpu", True),
+        ("adam", "{lr: 0.1, foreach: true}", "cpu", False),
+        ("adam", "{lr: 0.1, fused: false}", "cpu", False),
+        ("sgd", "{lr: 0.1, momentum: 0.9, dampening: 0.1}", "cpu", False),
+        ("torch.optim:RMSprop", "{lr: 0.1}", "cpu", False),
+        ("sgd", "{lr: 0.1}", "cuda", False),
+    ],
+)
+def test_optimizers_are_fused_on_accelerators(
+    alone: World, monkeypatch: pytest.MonkeyPatch, name: str, options: str, device: str, is_fused: bool
+) -> None:
+    overrides = [f"optimizer.name={name}", f"optimizer.options={options}"]
+    config = load_recipe("digits", overrides).optimizer
+    monkeypatch.setattr(devices, "ACCELERATOR", device)  # the kind of device of an accelerator
+    kind = find(config.name, OPTIMIZERS, "optimizer")
+    [group] = build_optimizer(config, kind, nn.Linear(3, 2)).param_groups
+    assert bool(group.get("fused")) is is_fused

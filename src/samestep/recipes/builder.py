@@ -1,4 +1,4 @@
-"""Names of datasets, models, losses and optimizers, and construction of the objects of a recipe.
+"""Names of datasets, models and losses, and construction of the objects of a recipe.
 
 A component that is missing or invalid raises `InputError`, mostly `RecipeError`.
 """
@@ -14,26 +14,20 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.checkpoint.contents import CompleteModel
-from samestep.config import (
-    NamedConfig,
-    OptimizerConfig,
-    Recipe,
-    RunOptions,
-    default_workers,
-)
+from samestep.config import NamedConfig, Recipe, RunOptions, default_workers
 from samestep.config.key_suggestions import did_you_mean
 from samestep.config.validation import require
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.errors import RecipeError, class_name
+from samestep.errors import RecipeError
 from samestep.global_view import parallel, world_of_process
 from samestep.launcher.process_state import process_state
 from samestep.loading import loader
@@ -48,9 +42,9 @@ from samestep.recipes.models import (
     uses_batch_statistics,
 )
 from samestep.recipes.optimizers import (
+    OPTIMIZERS,
     apply_layer_decay,
-    default_options,
-    parameter_groups,
+    build_optimizer,
     scale_rates,
     schedule_factor,
 )
@@ -60,10 +54,8 @@ from samestep.recipes.training_step import Driver
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
-from samestep.zoo.options import call, takes, unknown_option
+from samestep.zoo.options import call, returned, takes, unknown_option
 from samestep.zoo.splits import Splits
-
-Kind = TypeVar("Kind")
 
 # Short names and import paths.
 DATA = {
@@ -103,7 +95,6 @@ TASKS: dict[str, str] = {
     "segmentation": "samestep.zoo.segmentation:segmentation_task",
     "stream_images": "samestep.zoo.images:image_task",
 }
-OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 
 
 def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
@@ -215,7 +206,8 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
             "the last batch of an epoch has 1 sample, too few for batch norm, and is left out"
         )
     model = _parallel_model(model, recipe, world)
-    optimizer = _optimizer(recipe.optimizer, model)
+    kind = find(recipe.optimizer.name, OPTIMIZERS, "optimizer")
+    optimizer = build_optimizer(recipe.optimizer, kind, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += apply_layer_decay(optimizer, recipe.optimizer)
     factor = schedule_factor(recipe.schedule, len(train), recipe.epochs)
@@ -278,16 +270,7 @@ def _require_best(recipe: Recipe) -> None:
 def _splits(config: NamedConfig) -> Splits:
     splits = call(find(config.name, DATA, "data"), config.options, where="data.options")
     fix = "wrap the datasets in Splits(train=..., evaluation=..., classes=...)"
-    return _returned(splits, Splits, f"data {config.name!r}", fix)
-
-
-def _returned(value: Any, kind: type[Kind], name: str, fix: str = "return it") -> Kind:
-    """Require what a component of a recipe returned."""
-    if not isinstance(value, kind):
-        problem = f"{name} returned a {class_name(value)}"
-        expected = f"a {kind.__module__}.{kind.__name__}"
-        raise RecipeError(problem, expected, fix, code="E_VALUE")
-    return value
+    return returned(splits, Splits, f"data {config.name!r}", fix)
 
 
 def build_model(
@@ -308,7 +291,7 @@ def build_model(
     with preserved_generators():
         seed_generators(derive_seed("model", recipe.step.seed))
         model = call(builder, options, where="model.options")
-    model = _returned(model, torch.nn.Module, f"model {config.name!r}", "return the module")
+    model = returned(model, torch.nn.Module, f"model {config.name!r}", "return the module")
     notes: list[str] = []
     if config.pretrained is not None:
         notes += load_matching(model, Path(config.pretrained), config.pretrained_prefix)
@@ -349,22 +332,6 @@ def _loaders(
         **options,
     )
     return train, evaluation
-
-
-def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, config)
-    kind = find(config.name, OPTIMIZERS, "optimizer")
-    options = default_options(kind, config.options, groups)
-    try:
-        optimizer = call(kind, options, groups, where="optimizer.options")
-    except ValueError as error:
-        raise RecipeError(
-            f"optimizer: {error}",
-            expected=f"options of {config.name}",
-            fix="correct optimizer.options",
-            code="E_VALUE",
-        ) from error
-    return _returned(optimizer, torch.optim.Optimizer, f"optimizer {config.name!r}")
 
 
 def _loss(config: NamedConfig) -> LossFunction:

@@ -1,4 +1,4 @@
-"""Optimizers of recipes: parameter groups, learning rates, and fused updates.
+"""Optimizers of recipes: short names, parameter groups, learning rates, and fused updates.
 
 A learning rate is a function of the global batch size and the step, never of the number of
 devices.
@@ -21,11 +21,32 @@ from samestep.config.exclusions import require_compatible
 from samestep.distributed.devices import is_accelerator
 from samestep.errors import InputError, RecipeError
 from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.options import call, returned
 
+# Short names and import paths.
+OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 Group = dict[str, Any]
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 # Options that select another computation than the fused one, or need one.
 _OTHER_WAYS = frozenset({"fused", "foreach", "capturable", "differentiable", "dampening"})
+
+
+def build_optimizer(
+    config: OptimizerConfig, kind: Callable[..., Any], model: nn.Module
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a model; `kind` is the class that the recipe names."""
+    groups = parameter_groups(model, config)
+    options = default_options(kind, config.options, groups)
+    try:
+        optimizer = call(kind, options, groups, where="optimizer.options")
+    except ValueError as error:
+        raise RecipeError(
+            f"optimizer: {error}",
+            expected=f"options of {config.name}",
+            fix="correct optimizer.options",
+            code="E_VALUE",
+        ) from error
+    return returned(optimizer, torch.optim.Optimizer, f"optimizer {config.name!r}")
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[Group]:

@@ -68,6 +68,15 @@ def call(
         ) from error
 
 
+def returned(value: Any, kind: type[Kind], name: str, fix: str = "return it") -> Kind:
+    """Require what a component of a recipe returned."""
+    if not isinstance(value, kind):
+        problem = f"{name} returned a {class_name(value)}"
+        expected = f"a {kind.__module__}.{kind.__name__}"
+        raise RecipeError(problem, expected, fix, code="E_VALUE")
+    return value
+
+
 def validated(
     kind: type[Kind], options: Mapping[str, Any], *, loader: Callable[..., Any] | None = None
 ) -> Kind:
