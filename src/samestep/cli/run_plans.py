@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe
 from samestep.distributed.logging import logger
-from samestep.errors import CheckpointError, InputError, RecipeError
+from samestep.errors import InputError, RecipeError
 from samestep.recipes.recipe_files import (
-    differences,
     load_recipe,
     make_recipe,
     read_recipe,
     recipe_data,
+    require_recipe_of_checkpoint,
 )
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP, not_a_run
@@ -92,37 +91,8 @@ def plan_from_checkpoint(
     progress = read_state(checkpoint).progress
     origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
     recipe = _read_recipe(folder, overrides, trust=trust, origin=origin)
-    # A run can be resumed with another strategy, and with more epochs or another early stop: steps
-    # before the checkpoint do not depend on them.
-    free = {"strategy": None, "epochs": None, "stop": None}
-    _require_equal(
-        {**recipe_data(origin), **free},
-        {**recipe_data(recipe), **free},
-        "the recipe differs from the recipe of the checkpoint",
-        "undo the change, or start a new run from these weights: samestep train ... "
-        f"model.pretrained={checkpoint}/model.safetensors",
-    )
+    require_recipe_of_checkpoint(recipe, origin, checkpoint)
     return RunPlan(recipe, folder, checkpoint, progress.step)
-
-
-def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
-    """Require that a run that `samestep train --or-resume` continues has the command's recipe."""
-    if recipe.microbatches == "auto":  # the recipe of a run has the number that `auto` was
-        recipe = replace(recipe, microbatches=plan.recipe.microbatches)
-    _require_equal(
-        recipe_data(plan.recipe),
-        recipe_data(recipe),
-        f"the recipe differs from the recipe of the run {plan.folder}",
-        "another --name for a new run, or undo the change",
-    )
-
-
-def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fix: str) -> None:
-    changes = differences(before, now)
-    if changes:
-        problem = "\n    ".join([f"{message}:", *changes])
-        expected = "the same recipe for all steps of a run"
-        raise CheckpointError(problem, expected, fix, code="E_RESUME_CHANGED")
 
 
 def _require_run(folder: Path) -> None:

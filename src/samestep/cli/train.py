@@ -38,13 +38,7 @@ from samestep.cli.options import (
     output_errors,
     timed_name,
 )
-from samestep.cli.run_plans import (
-    RunPlan,
-    plan_from_checkpoint,
-    plan_to_resume,
-    require_same_recipe,
-    step_of,
-)
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, plan_to_resume, step_of
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, RunOptions
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
@@ -66,6 +60,7 @@ from samestep.recipes.recipe_files import (
     recipe_data,
     recipe_with_origins,
     require_paths,
+    require_recipe_of_run,
     write_recipe,
 )
 from samestep.recipes.settings import annotated, recipe_schema
@@ -356,7 +351,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
                 trusted = load_recipe(self.recipe, overrides)
                 plan = plan_to_resume(folder, overrides, trust=trusted)
                 if not restarts:
-                    require_same_recipe(plan, trusted)
+                    require_recipe_of_run(trusted, plan.recipe, folder)
                 return plan
         recipe = load_recipe(self.recipe, self.batch_overrides(overrides, self.size))
         recipe = recipe.with_microbatches()

@@ -1,6 +1,6 @@
 """Recipes as YAML files, with settings and validation; files of data that recipes name.
 
-Also facts of datasets in the run directory.
+Also the refusal of another recipe at a resumption, and facts of datasets in the run directory.
 
 A recipe that cannot be read or is invalid raises `RecipeError`. The error of an unknown key or an
 invalid value names the key or value that was probably meant.
@@ -23,7 +23,7 @@ from samestep.config import Recipe
 from samestep.config.key_suggestions import did_you_mean, nearest_path
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import expand_path
-from samestep.errors import InputError, RecipeError
+from samestep.errors import CheckpointError, InputError, RecipeError
 from samestep.recipes.recipe_errors import explained
 from samestep.recipes.settings import (
     apply_setting,
@@ -216,6 +216,43 @@ def read_yaml(path: Path, *, is_pipe: bool = False) -> Mapping[str, Any]:
             f"{path} contains a {type(raw).__name__}", "a mapping", "write key: value lines"
         )
     return raw
+
+
+# --- recipe of a run that is resumed ---
+
+
+def require_recipe_of_checkpoint(recipe: Recipe, before: Recipe, checkpoint: Path) -> None:
+    """Require that a run is resumed with the recipe of its checkpoint, but for some keys."""
+    # A run can be resumed with another strategy, and with more epochs or another early stop: steps
+    # before the checkpoint do not depend on them.
+    free = {"strategy": None, "epochs": None, "stop": None}
+    _require_equal(
+        {**recipe_data(before), **free},
+        {**recipe_data(recipe), **free},
+        "the recipe differs from the recipe of the checkpoint",
+        "undo the change, or start a new run from these weights: samestep train ... "
+        f"model.pretrained={checkpoint}/model.safetensors",
+    )
+
+
+def require_recipe_of_run(recipe: Recipe, before: Recipe, run: Path) -> None:
+    """Require that a run that `samestep train --or-resume` continues has the command's recipe."""
+    if recipe.microbatches == "auto":  # the recipe of a run has the number that `auto` was
+        recipe = replace(recipe, microbatches=before.microbatches)
+    _require_equal(
+        recipe_data(before),
+        recipe_data(recipe),
+        f"the recipe differs from the recipe of the run {run}",
+        "another --name for a new run, or undo the change",
+    )
+
+
+def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fix: str) -> None:
+    changes = differences(before, now)
+    if changes:
+        problem = "\n    ".join([f"{message}:", *changes])
+        expected = "the same recipe for all steps of a run"
+        raise CheckpointError(problem, expected, fix, code="E_RESUME_CHANGED")
 
 
 # --- facts of datasets ---
