@@ -18,16 +18,12 @@ from torch import nn
 
 import samestep
 from helpers.started import as_srun, as_torchrun, free_port, ranks
-from samestep.config import MeshConfig, StrategyConfig
-from samestep.distributed.devices import ACCELERATOR, kernel_settings
-from samestep.distributed.env import Sharing
-from samestep.distributed.launcher_variables import find_rendezvous
+from samestep.distributed.devices import kernel_settings
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.status import local_rank_status
 from samestep.distributed.torch_errors import MEMORY_FIX
 from samestep.errors import EXIT_INPUT, InputError, RankDesyncError
 from samestep.launcher.failure import RankError
-from samestep.launcher.process_group import SessionOptions, select_device
 from samestep.launcher.process_state import Job, process_state
 from samestep.session import UncaughtErrors, start
 
@@ -218,35 +214,6 @@ def test_ranks_that_diverge_are_named() -> None:
 def test_failure_of_a_rank_ends_the_block() -> None:
     with pytest.raises(RankError, match="the switch was off"):
         samestep.launch(raising, processes=2)
-
-
-class OneGpu:
-    """torch's functions for accelerators on a machine with one."""
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device: torch.device) -> None:
-        assert device == torch.device(ACCELERATOR, 0)
-
-
-@pytest.mark.parametrize(
-    ("sharing", "stages", "refusal"),
-    [(None, 1, "E_DEVICES"), ("gloo", 1, None), ("gloo", 2, "E_INCOMPATIBLE"), ("nccl", 1, None), ("nccl", 2, None)],
-)
-def test_refusals_of_ranks_on_one_gpu(
-    sharing: Sharing | None, stages: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: OneGpu())
-    strategy = StrategyConfig(name="pp", mesh=MeshConfig(pipeline=2)) if stages == 2 else None
-    options = SessionOptions(device="cuda", strategy=strategy)
-    second = find_rendezvous(as_torchrun(29500)(1, 2))
-    if refusal is not None:
-        with pytest.raises(InputError) as raised:
-            select_device(options, second, sharing)
-        assert raised.value.code == refusal
-    else:
-        assert select_device(options, second, sharing) == torch.device(ACCELERATOR, 0)
 
 
 def test_other_value_of_the_switch_ends_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from samestep.cli.commands import PRELOAD
 from samestep.cli.options import DeviceOption, count, option, option_conflict, parse_process_count
 from samestep.config import Recipe, resolve_mesh
-from samestep.distributed.devices import select_devices
+from samestep.distributed.devices import parse_devices
 from samestep.distributed.env import (
     VISIBLE_DEVICES,
     read_environment,
@@ -110,7 +110,7 @@ class LaunchOptions(DeviceOption):
             return None
         if self.device == "cpu":
             raise option_conflict("--devices with --device cpu")
-        return select_devices(self.devices, read_environment().visible_devices, len(gpu_names()))
+        return parse_devices(self.devices, read_environment().visible_devices, len(gpu_names()))
 
     @property
     def environment(self) -> dict[str, str] | None:

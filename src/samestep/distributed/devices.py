@@ -17,7 +17,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from samestep.distributed.env import prepare_shared_nccl
+from samestep.config import DeviceKind, StrategyConfig, resolve_mesh
+from samestep.config.exclusions import require_compatible
+from samestep.distributed.env import Sharing, prepare_shared_nccl
 from samestep.distributed.logging import logger
 from samestep.errors import InputError
 from samestep.units import plural
@@ -186,7 +188,7 @@ def _visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
     return tuple(entry.strip() for entry in setting.split(","))[:count]
 
 
-def select_devices(text: str, setting: str | None, count: int) -> tuple[str, ...]:
+def parse_devices(text: str, setting: str | None, count: int) -> tuple[str, ...]:
     """Return the value of `CUDA_VISIBLE_DEVICES` for each device of `--devices`, in order.
 
     For ranks, the first selected device becomes device 0, as with other launchers.
@@ -234,6 +236,51 @@ def require_default_device() -> None:
             "leave out torch.set_default_device, and write torch.zeros(..., device=inputs.device) "
             "in a forward",
         )
+
+
+def select_first_device(
+    kind: DeviceKind,
+    strategy: StrategyConfig,
+    size: int,
+    local_rank: int,
+    *,
+    sharing: Sharing | None,
+    sees_own: bool,
+    can_see_own: bool,
+) -> torch.device:
+    """Return the first device of this rank, and make a GPU torch's present one.
+
+    Args:
+        kind: kind of device; `auto` is a GPU if there is one.
+        strategy: division of the model, which decides on the number of devices per rank.
+        size: number of ranks.
+        local_rank: rank on this machine.
+        sharing: backend of ranks that may share GPUs.
+        sees_own: whether the devices of other ranks are hidden.
+        can_see_own: whether they are hidden if this rank sees no more devices than it needs.
+
+    Raises:
+        InputError: too few GPUs, or the ranks do not fit the strategy.
+    """
+    import torch
+
+    available = 0
+    if kind != "cpu":
+        available = accelerator_module().device_count()
+    if kind == "cpu" or (kind == "auto" and available == 0):
+        return torch.device("cpu")
+    per_rank = 1
+    if strategy.name == "device_map":
+        per_rank = strategy.devices or 1
+    # srun --gpus-per-task=1 and similar options hide the devices of other ranks, too.
+    if sees_own or (can_see_own and available == per_rank):
+        local_rank = 0
+    index = first_gpu_index(local_rank, per_rank, available, share=sharing is not None)
+    device = torch.device(ACCELERATOR, index)
+    shape = resolve_mesh(strategy, size)
+    require_compatible({"sharing": sharing, "pipeline": shape.pipeline})
+    accelerator_module().set_device(device)
+    return device
 
 
 def rank_devices(

@@ -1,4 +1,4 @@
-"""Process group of this rank: options, device, other ranks."""
+"""Process group of this rank: options, and the other ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
-from samestep.config.exclusions import require_compatible
+from samestep.config import DeviceKind, Reduction, StrategyConfig
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import (
     ACCELERATOR,
-    accelerator_module,
-    first_gpu_index,
     is_accelerator,
     require_default_device,
+    select_first_device,
     share_gpus_by_nccl,
 )
 from samestep.distributed.disk_operations import disk_operations
@@ -42,8 +40,6 @@ from samestep.launcher.peer_watchdog import PeerWatchdog
 from samestep.launcher.process_state import Job, process_state
 from samestep.launcher.rendezvous import TIMEOUT, join_job, join_launch
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -125,10 +121,18 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
     rendezvous = other_launcher()
     is_local = rendezvous is None or rendezvous.is_on_one_machine
     prepare_torch_environment(loopback=is_local, deterministic=options.reduction == "exact")
-    rank, size, _ = place_of(rendezvous)
+    rank, size, local_rank = place_of(rendezvous)
     configure_logging(rank)
     sharing = options.sharing
-    device = select_device(options, rendezvous, sharing)
+    device = select_first_device(
+        options.device,
+        options.strategy or StrategyConfig(),
+        size,
+        local_rank,
+        sharing=sharing,
+        sees_own=options.sees_own_devices,
+        can_see_own=rendezvous is not None and rendezvous.launcher != "torchrun",
+    )
     disk_operations.rank_status = rank_status
     device_reads.rank_status = rank_status
     if size > 1 or not options.is_private:
@@ -194,35 +198,6 @@ def place_of(rendezvous: Rendezvous | None) -> tuple[int, int, int]:
     if rendezvous is not None:
         return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank)
     return (0, 1, 0)
-
-
-def select_device(
-    options: SessionOptions, rendezvous: Rendezvous | None, sharing: Sharing | None
-) -> torch.device:
-    """Return the first device of this rank."""
-    kind = options.device
-    strategy = options.strategy or StrategyConfig()
-    available = 0
-    if kind != "cpu":
-        available = accelerator_module().device_count()
-    if kind == "cpu" or (kind == "auto" and available == 0):
-        return _CPU
-    _, size, local_rank = place_of(rendezvous)
-    per_rank = 1
-    if strategy.name == "device_map":
-        per_rank = strategy.devices or 1
-    # srun --gpus-per-task=1 and similar options hide the devices of other ranks, too.
-    shows_own = (
-        available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun"
-    )
-    if options.sees_own_devices or shows_own:
-        local_rank = 0
-    index = first_gpu_index(local_rank, per_rank, available, share=sharing is not None)
-    device = torch.device(ACCELERATOR, index)
-    shape = resolve_mesh(strategy, size)
-    require_compatible({"sharing": sharing, "pipeline": shape.pipeline})
-    accelerator_module().set_device(device)
-    return device
 
 
 def set_threads(options: SessionOptions, own: Membership) -> None:

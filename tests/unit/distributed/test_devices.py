@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
+from samestep.config import MeshConfig, StrategyConfig
 from samestep.distributed import devices
 from samestep.distributed.devices import (
     ACCELERATOR,
@@ -17,11 +18,12 @@ from samestep.distributed.devices import (
     gpu_range,
     kernel_settings,
     own_devices,
-    select_devices,
+    parse_devices,
+    select_first_device,
     set_tf32,
     tf32_off,
 )
-from samestep.distributed.env import read_environment
+from samestep.distributed.env import Sharing, read_environment
 from samestep.errors import InputError
 from samestep.session import start
 
@@ -36,13 +38,13 @@ from samestep.session import start
     ],
 )
 def test_positions_among_visible_devices(setting: str, text: str, names: str) -> None:
-    assert ",".join(select_devices(text, setting, len(setting.split(",")))) == names
+    assert ",".join(parse_devices(text, setting, len(setting.split(",")))) == names
 
 
 @pytest.mark.parametrize("text", ["", "0,", "a", "-1", "0 1", "GPU-8932f937", "0,1,", "\uff11"])
 def test_invalid_list_of_positions_is_rejected(text: str) -> None:
     with pytest.raises(InputError) as error:
-        select_devices(text, None, 4)
+        parse_devices(text, None, 4)
     assert error.value.value == f"--devices {text}"
     assert error.value.code == "E_DEVICES"
 
@@ -50,7 +52,7 @@ def test_invalid_list_of_positions_is_rejected(text: str) -> None:
 def test_repeated_and_missing_devices_are_rejected() -> None:
     for text, setting, count in (("0,1,0", None, 4), ("2", "4,5", 2), ("0", None, 0)):
         with pytest.raises(InputError, match=f"torch sees {count}") as error:
-            select_devices(text, setting, count)
+            parse_devices(text, setting, count)
         assert error.value.code == "E_DEVICES"
 
 
@@ -82,6 +84,37 @@ def test_shared_gpus_are_filled_by_turns() -> None:
     with pytest.raises(InputError) as error:
         first_gpu_index(0, 2, 1, share=True)
     assert error.value.code == "E_DEVICES"
+
+
+class OneGpu:
+    """torch's functions for accelerators on a machine with one."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device: torch.device) -> None:
+        assert device == torch.device(ACCELERATOR, 0)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "stages", "refusal"),
+    [(None, 1, "E_DEVICES"), ("gloo", 1, None), ("gloo", 2, "E_INCOMPATIBLE"), ("nccl", 1, None), ("nccl", 2, None)],
+)
+def test_refusals_of_ranks_on_one_gpu(
+    sharing: Sharing | None, stages: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: OneGpu())
+    strategy = StrategyConfig(name="pp", mesh=MeshConfig(pipeline=2)) if stages == 2 else StrategyConfig()
+
+    def selected() -> torch.device:
+        return select_first_device("cuda", strategy, 2, 1, sharing=sharing, sees_own=False, can_see_own=False)
+
+    if refusal is not None:
+        with pytest.raises(InputError) as raised:
+            selected()
+        assert raised.value.code == refusal
+    else:
+        assert selected() == torch.device(ACCELERATOR, 0)
 
 
 def test_rank_sees_its_own_devices_alone() -> None:
