@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from samestep.data.batch import SizedDataset
 from samestep.data.whole_batches import WholeBatches, whole_batches
 from samestep.distributed.collective_check import script_line
-from samestep.distributed.env import read_rendezvous
+from samestep.distributed.env import read_rank_place
 from samestep.errors import InputError
 from samestep.global_view import joined_view
 from samestep.launcher.process_state import process_state
@@ -90,7 +90,7 @@ def loader(
 def _batch_ranks() -> ViewOfBatches | None:
     """Return the ranks that read batches together, or None on one process."""
     if process_state.view is None and process_state.world is None:
-        is_alone = process_state.worker is None and read_rendezvous() is None
+        is_alone = process_state.worker is None and read_rank_place() is None
         if is_alone or dist.is_initialized():  # or a group of the script, or of `samestep.init`
             return None
     view = joined_view(None, "fast")

@@ -46,7 +46,7 @@ from samestep.launcher.process_group import (
     SessionOptions,
     create_process_group,
     other_launcher,
-    place_of,
+    rank_numbers,
     set_threads,
 )
 from samestep.launcher.process_state import Job, process_state
@@ -173,7 +173,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
         world = replace(world, group=own.group)
         if options.is_private:
             own = own._replace(group=hide_default_group())
-            process_state.rendezvous = own.rendezvous  # of later worlds too
+            process_state.rank_place = own.rank_place  # of later worlds too
             hide_ranks()
             world = replace(world, group=own.group, is_private=True)
         with session.resources as resources:
@@ -181,7 +181,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
             for observer in process_state.on_world:
                 observer(world)
             signals: AbstractContextManager[None] = nullcontext()
-            if own.rendezvous is not None and not options.is_private:
+            if own.rank_place is not None and not options.is_private:
                 signals = stopped_by_signals(stop, keeps_handlers=False)
             with check.until_end(), signals:
                 yield world
@@ -334,7 +334,7 @@ def is_main() -> bool:
     """Return whether this process is rank 0, which writes files; also before `samestep.init`."""
     if process_state.world is not None:
         return process_state.world.is_main
-    rank, _, _ = place_of(other_launcher())
+    rank, _, _ = rank_numbers(other_launcher())
     return rank == 0
 
 

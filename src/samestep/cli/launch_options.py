@@ -26,13 +26,13 @@ from samestep.distributed.devices import parse_devices
 from samestep.distributed.env import (
     VISIBLE_DEVICES,
     read_environment,
-    read_rendezvous,
+    read_rank_place,
     read_slurm_job,
     set_environment,
     sharing_variables,
     silence_torch_warnings,
 )
-from samestep.distributed.launcher_variables import Rendezvous
+from samestep.distributed.launcher_variables import RankPlace
 from samestep.distributed.logging import logger
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, RunError, SamestepError
@@ -52,7 +52,7 @@ _MOST_ON_CORES = 8  # ranks of `auto` on a machine without GPUs
 _MOST_PER_CORE = 4  # ranks on CPUs without a warning
 _POLL_SECONDS = 0.02
 _PLAN_KEY = "command/plan"
-_joined: list[Rendezvous] = []
+_joined: list[RankPlace] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ class LaunchOptions(DeviceOption):
     grace: float | None = None
 
     @cached_property
-    def rendezvous(self) -> Rendezvous | None:
+    def rank_place(self) -> RankPlace | None:
         """Rank of this process under another launcher, or None."""
-        return read_rendezvous()
+        return read_rank_place()
 
     @cached_property
     def size(self) -> str:
@@ -97,8 +97,8 @@ class LaunchOptions(DeviceOption):
         """
         if self.processes is not None:
             return self.processes
-        if self.rendezvous is not None:
-            return str(self.rendezvous.world_size)
+        if self.rank_place is not None:
+            return str(self.rank_place.world_size)
         if self.devices:
             return str(self.devices.count(",") + 1)
         return self.default_size
@@ -323,15 +323,15 @@ def reported_by_rank_0() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        rendezvous = read_rendezvous()
-        if rendezvous is not None and rendezvous.rank != 0:
+        rank_place = read_rank_place()
+        if rank_place is not None and rank_place.rank != 0:
             raise ReportedError(error.exit_code) from error
         raise
 
 
 def run_as_rank(
     options: LaunchOptions,
-    rendezvous: Rendezvous,
+    rank_place: RankPlace,
     function: str,
     make_plan: Callable[[int], RunPlan],
     rank_arguments: Callable[[RunPlan], tuple[Any, ...]],
@@ -343,15 +343,15 @@ def run_as_rank(
     Raises:
         ReportedError: a rank failed, and the failure has been reported.
     """
-    _joined.append(rendezvous)
+    _joined.append(rank_place)
     silence_torch_warnings()  # before torch is imported
     from samestep.launcher.process_state import process_state
     from samestep.launcher.rendezvous import join_job, report_failure
 
     plan = None
     try:
-        job = join_job(rendezvous, hang_after=options.hang_after)
-        _require_compatible(options, rendezvous)
+        job = join_job(rank_place, hang_after=options.hang_after)
+        _require_compatible(options, rank_place)
         set_environment(options.environment or {})  # which raises errors that one rank reports
         plan = _share_plan(job, make_plan)
         resolve_mesh(plan.recipe.strategy, job.size, plan.recipe.microbatch_count)
@@ -359,7 +359,7 @@ def run_as_rank(
     except KeyboardInterrupt:
         raise ReportedError(EXIT_STOPPED) from None
     except BaseException as error:  # boundary: among all ranks, one reports one failure
-        failure = Failure.of_exception(rendezvous.rank, error)
+        failure = Failure.of_exception(rank_place.rank, error)
         log_dir = None
         if plan is not None and plan.folder.is_dir():
             log_dir = plan.folder / "logs"
@@ -375,9 +375,9 @@ def run_as_rank(
     return plan, value
 
 
-def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
-    launcher = rendezvous.launcher
-    size = rendezvous.world_size
+def _require_compatible(options: LaunchOptions, rank_place: RankPlace) -> None:
+    launcher = rank_place.launcher
+    size = rank_place.world_size
     values = {
         "devices": options.devices,
         "max-restarts": options.max_restarts,

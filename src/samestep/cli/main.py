@@ -28,7 +28,7 @@ from samestep.cli.commands import (
 from samestep.cli.launch_options import ReportedError, exit_if_rank, reported_by_rank_0
 from samestep.cli.options import add_fields, options_of, parse_settings
 from samestep.config.key_suggestions import SYNONYMS, suggest
-from samestep.distributed.env import read_rendezvous
+from samestep.distributed.env import read_rank_place
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.signals import handled_signals
 from samestep.distributed.standard_streams import lost_output, wait_for_reader
@@ -212,10 +212,10 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     if hasattr(parsed, "overrides"):
         parsed.overrides = parse_settings(parsed.overrides, kind.path_keys)
     # `doctor` and others also run with variables of a launcher that are incomplete.
-    rendezvous = None if name in CAN_BE_RANK else read_rendezvous()
-    if rendezvous is not None and rendezvous.world_size > 1:
-        launcher = rendezvous.launcher
-        place = f"rank {rendezvous.rank} of {rendezvous.world_size} processes"
+    rank_place = None if name in CAN_BE_RANK else read_rank_place()
+    if rank_place is not None and rank_place.world_size > 1:
+        launcher = rank_place.launcher
+        place = f"rank {rank_place.rank} of {rank_place.world_size} processes"
         raise InputError(
             f"samestep {name} is {place} that {launcher} started",
             expected=f"one process: samestep {name} starts ranks itself",
@@ -301,7 +301,7 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
     if _NO_RANKS.intersection(arguments):
         starts = False
     with reported_by_rank_0():
-        starts = starts and read_rendezvous() is None  # a rank of another launcher starts none
+        starts = starts and read_rank_place() is None  # a rank of another launcher starts none
     if not starts:
         yield
         return

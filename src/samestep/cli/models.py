@@ -67,11 +67,11 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
 
     def run(self) -> int:
         """Evaluate and print `loss`, `samples` and the metrics."""
-        if self.rendezvous is not None:
+        if self.rank_place is not None:
             plan, values = run_as_rank(
-                self, self.rendezvous, "evaluate", self._plan, self._rank_arguments
+                self, self.rank_place, "evaluate", self._plan, self._rank_arguments
             )
-            if self.rendezvous.rank != 0:
+            if self.rank_place.rank != 0:
                 return EXIT_DONE
         else:
             plan = self._plan(0)

@@ -196,14 +196,14 @@ class TrainingOptions(
     def train(self) -> TrainedRun:
         """Train; under a launcher, as one of its ranks."""
         stop_signal: int | None = None
-        if self.rendezvous is None:
+        if self.rank_place is None:
             plan = self.make_plan(slurm_restarts(self.requeue))
             result = self._launch(plan)
             summary = result.value
             stop_signal = result.stop_signal
         else:
             plan, summary = run_as_rank(
-                self, self.rendezvous, "train", self.make_plan, self._rank_arguments
+                self, self.rank_place, "train", self.make_plan, self._rank_arguments
             )
         # A signal can reach the launcher, or a rank alone, as from Slurm.
         own_signal = summary.pop("stop_signal")
@@ -214,7 +214,7 @@ class TrainingOptions(
         """Train, print the summary, requeue the Slurm job if requested; return the exit code."""
         run = self.train()
         is_stopped = run.summary["stopped"]
-        if self.rendezvous is not None and self.rendezvous.rank > 0:
+        if self.rank_place is not None and self.rank_place.rank > 0:
             # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
             if is_stopped and not self.requeue:
                 return EXIT_STOPPED

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.distributed.launcher_variables import Rendezvous, find_rendezvous
+from samestep.distributed.launcher_variables import RankPlace, find_rank_place
 from samestep.errors import InputError
 
 _TOKEN = "SAMESTEP_TOKEN"
@@ -119,13 +119,13 @@ def read_wandb_mode() -> str | None:
     return os.environ.get("WANDB_MODE") or None
 
 
-def read_rendezvous() -> Rendezvous | None:
-    """Return the rendezvous of the launcher that started this process, or None without a launcher.
+def read_rank_place() -> RankPlace | None:
+    """Return the place of this rank by the variables of its launcher, or None without one.
 
     Raises:
         InputError: a launcher's variables are incomplete or invalid.
     """
-    return find_rendezvous(os.environ)
+    return find_rank_place(os.environ)
 
 
 @dataclass(frozen=True)

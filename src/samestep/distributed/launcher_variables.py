@@ -1,4 +1,4 @@
-"""Detection of the launcher that started this process, from environment variables.
+"""Place of this rank, as the environment variables of its launcher describe it.
 
 Supported are torchrun and Slurm's srun; see docs/guides/launching.md.
 """
@@ -34,8 +34,8 @@ _variables_error = partial(InputError, code="E_LAUNCH")
 
 
 @dataclass(frozen=True)
-class Rendezvous:
-    """One rank of a job that another launcher started, and the address of the job's store."""
+class RankPlace:
+    """Place of this rank in a job, by the variables of its launcher, and the job's store."""
 
     launcher: Launcher  # name of the launcher
     rank: int  # rank of this process, from 0
@@ -64,23 +64,23 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def find_rendezvous(variables: Variables) -> Rendezvous | None:
-    """Return the rendezvous of the first launcher with variables in the environment, or None.
+def find_rank_place(variables: Variables) -> RankPlace | None:
+    """Return the place by the variables of the first launcher that has any, or None.
 
     Raises:
         InputError: a launcher's variables are incomplete or invalid.
     """
-    rendezvous = _torchrun(variables)
-    if rendezvous is None and _MPI_SIZE in variables and _number(variables, _MPI_SIZE, 1) > 1:
+    rank_place = _torchrun(variables)
+    if rank_place is None and _MPI_SIZE in variables and _number(variables, _MPI_SIZE, 1) > 1:
         raise _variables_error(
             f"{_MPI_SIZE} is set, and torchrun's variables are not",
             expected=f"{', '.join(_TORCHRUN)} in each rank of mpirun",
             fix="set them from those of Open MPI: docs/guides/launching.md",
         )
-    return rendezvous or _slurm(variables)
+    return rank_place or _slurm(variables)
 
 
-def _torchrun(variables: Variables) -> Rendezvous | None:
+def _torchrun(variables: Variables) -> RankPlace | None:
     present = [name for name in _TORCHRUN if name in variables]
     if not set(present) & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         return None  # MASTER_ADDR and MASTER_PORT belong to every launcher
@@ -92,9 +92,9 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
             fix="set the missing ones (LOCAL_RANK is 0 with one rank per machine), or unset "
             f"{', '.join(present)} if this process is not a rank",
         )
-    rendezvous = _rendezvous(variables, "torchrun", (*_TORCHRUN[:3], "LOCAL_WORLD_SIZE"))
+    rank_place = _rank_place(variables, "torchrun", (*_TORCHRUN[:3], "LOCAL_WORLD_SIZE"))
     return replace(
-        rendezvous,
+        rank_place,
         address=variables["MASTER_ADDR"],
         port=_port(variables),
         has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -103,22 +103,22 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
     )
 
 
-def _slurm(variables: Variables) -> Rendezvous | None:
+def _slurm(variables: Variables) -> RankPlace | None:
     # A batch script has SLURM_PROCID=0 and the number of tasks too, but it is not a task of a step.
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
     names = (size_name, "SLURM_LOCALID", "SLURM_JOB_ID")
     _require(variables, names, "srun sets them for each task")
-    rendezvous = _rendezvous(variables, "Slurm", ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""))
-    size = rendezvous.world_size
+    rank_place = _rank_place(variables, "Slurm", ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""))
+    size = rank_place.world_size
     if size == 1:
         return None  # for example an interactive shell, in which users start ranks themselves
     if _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0) == 1:
-        rendezvous = replace(rendezvous, local_size=size)
+        rank_place = replace(rank_place, local_size=size)
     return replace(
-        rendezvous,
-        address=_slurm_address(variables, is_on_one_machine=rendezvous.local_size == size),
+        rank_place,
+        address=_slurm_address(variables, is_on_one_machine=rank_place.local_size == size),
         port=_slurm_port(variables),
         restarts=_number(variables, "SLURM_RESTART_COUNT", 0, default=0),
         ends_with_parent=True,
@@ -149,7 +149,7 @@ def _slurm_port(variables: Variables) -> int:
     return FIRST_PORT + (job + 101 * step) % PORTS
 
 
-def _rendezvous(variables: Variables, launcher: Launcher, names: Sequence[str]) -> Rendezvous:
+def _rank_place(variables: Variables, launcher: Launcher, names: Sequence[str]) -> RankPlace:
     """Return the ranks of a launcher, without the address of their store.
 
     `names` are the variables of rank, size, local rank and, perhaps missing, local size.
@@ -161,7 +161,7 @@ def _rendezvous(variables: Variables, launcher: Launcher, names: Sequence[str]) 
     if local_size_name in variables:
         local_size = _number(variables, local_size_name, 1, size)
     local_rank = _number(variables, local_rank_name, 0, (local_size or size) - 1)
-    return Rendezvous(launcher, rank, size, local_rank, local_size)
+    return RankPlace(launcher, rank, size, local_rank, local_size)
 
 
 def first_host(hosts: str) -> str:

@@ -25,9 +25,9 @@ from samestep.distributed.env import (
     Sharing,
     prepare_torch_environment,
     read_environment,
-    read_rendezvous,
+    read_rank_place,
 )
-from samestep.distributed.launcher_variables import Rendezvous
+from samestep.distributed.launcher_variables import RankPlace
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.resources import (
     keep_freed_memory,
@@ -99,7 +99,7 @@ class Membership(NamedTuple):
     size: int
     device: torch.device
     limit: timedelta  # of collectives
-    rendezvous: Rendezvous | None = None  # of another launcher
+    rank_place: RankPlace | None = None  # of another launcher
     watchdog: PeerWatchdog | None = None  # of ranks that another launcher started
     group: dist.ProcessGroup | None = None  # None for the default group
 
@@ -118,10 +118,10 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
             code="E_LAUNCH",
         )
     require_default_device()
-    rendezvous = other_launcher()
-    is_local = rendezvous is None or rendezvous.is_on_one_machine
+    rank_place = other_launcher()
+    is_local = rank_place is None or rank_place.is_on_one_machine
     prepare_torch_environment(loopback=is_local, deterministic=options.reduction == "exact")
-    rank, size, local_rank = place_of(rendezvous)
+    rank, size, local_rank = rank_numbers(rank_place)
     configure_logging(rank)
     sharing = options.sharing
     device = select_first_device(
@@ -131,7 +131,7 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
         local_rank,
         sharing=sharing,
         sees_own=options.sees_own_devices,
-        can_see_own=rendezvous is not None and rendezvous.launcher != "torchrun",
+        can_see_own=rank_place is not None and rank_place.launcher != "torchrun",
     )
     disk_operations.rank_status = rank_status
     device_reads.rank_status = rank_status
@@ -144,7 +144,7 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
         if sharing == "nccl":
             share_gpus_by_nccl(rank, loopback=is_local)
     with rank_status.operation("samestep.init()"), rank_status.waiting("the rendezvous"):
-        store, job, hang_after = _find_ranks(rendezvous, options.timeout)
+        store, job, hang_after = _find_ranks(rank_place, options.timeout)
         limit = timedelta(seconds=hang_after)
         if job is not None:  # the watchdog reports a hang first
             limit += timedelta(seconds=COLLECTIVE_MARGIN_SECONDS)
@@ -155,11 +155,11 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
     watchdog = None
     if job is not None and size > 1:
         watchdog = PeerWatchdog(job, store, rank_status, hang_after)
-    return Membership(rank, size, device, limit, rendezvous, watchdog)
+    return Membership(rank, size, device, limit, rank_place, watchdog)
 
 
 def _find_ranks(
-    rendezvous: Rendezvous | None, timeout: timedelta | None
+    rank_place: RankPlace | None, timeout: timedelta | None
 ) -> tuple[dist.Store, Job | None, float]:
     """Wait for the other ranks; return the store of this world, the job, and the limit of hangs."""
     worker = process_state.worker
@@ -168,8 +168,8 @@ def _find_ranks(
     if worker is not None:
         store = join_launch(worker, timeout or TIMEOUT)
         hang_after = worker.timeout
-    elif rendezvous is not None:
-        job = join_job(rendezvous, timeout or TIMEOUT)
+    elif rank_place is not None:
+        job = join_job(rank_place, timeout or TIMEOUT)
         store = job.store
         hang_after = job.hang_after
     else:
@@ -183,20 +183,20 @@ def _find_ranks(
     return store, job, hang_after
 
 
-def other_launcher() -> Rendezvous | None:
-    """Return the rendezvous of a launcher other than Samestep's, if one started this process."""
+def other_launcher() -> RankPlace | None:
+    """Return the place of this rank under a launcher other than Samestep's, or None."""
     if process_state.worker is not None:
         return None
-    return read_rendezvous() or process_state.rendezvous
+    return read_rank_place() or process_state.rank_place
 
 
-def place_of(rendezvous: Rendezvous | None) -> tuple[int, int, int]:
+def rank_numbers(rank_place: RankPlace | None) -> tuple[int, int, int]:
     """Return rank, number of ranks and local rank of this process."""
     if process_state.worker is not None:
         rank = process_state.worker.rank
         return rank, process_state.worker.size, rank
-    if rendezvous is not None:
-        return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank)
+    if rank_place is not None:
+        return (rank_place.rank, rank_place.world_size, rank_place.local_rank)
     return (0, 1, 0)
 
 
@@ -207,8 +207,8 @@ def set_threads(options: SessionOptions, own: Membership) -> None:
         threads = 1  # another number has other bits
     elif threads is None and own.size > 1 and not is_accelerator(own.device):
         local_size = None
-        if own.rendezvous is not None:
-            local_size = own.rendezvous.local_size
+        if own.rank_place is not None:
+            local_size = own.rank_place.local_size
         share = usable_processors() // (local_size or own.size)
         threads = max(1, min(torch.get_num_threads(), share))
     if threads is not None:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.distributed.launcher_variables import Rendezvous
+from samestep.distributed.launcher_variables import RankPlace
 from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, StatusBoard
 from samestep.launcher.source_files import SourceFiles
@@ -73,7 +73,7 @@ class ProcessState:
     launch_store: dist.Store | None = None  # the launch's part of that store, in every rank
     job: Job | None = None  # the job of another launcher, once joined
     # Of another launcher, whose variables a private world hides.
-    rendezvous: Rendezvous | None = None
+    rank_place: RankPlace | None = None
     exit_stack: ExitStack = field(default_factory=ExitStack)  # ends the world of `samestep.init()`
     world: World | None = None  # of `samestep.init()`, until its end
     view: Any = None  # `samestep.view.view.View` of this world

@@ -23,7 +23,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from samestep.distributed.env import prepare_torch_environment, read_environment
-from samestep.distributed.launcher_variables import Rendezvous, is_loopback
+from samestep.distributed.launcher_variables import RankPlace, is_loopback
 from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import ranks_text
 from samestep.errors import EXIT_FAILED, InputError, RunError
@@ -49,7 +49,7 @@ _LAUNCHER_POLL_SECONDS = 1.0
 
 
 def join_job(
-    rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER
+    rank_place: RankPlace, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER
 ) -> Job:
     """Wait for all ranks of the job. Later calls in the same process return the same job.
 
@@ -58,25 +58,25 @@ def join_job(
         RunError: the store or a rank does not appear.
     """
     if process_state.job is None:
-        rank = rendezvous.rank
-        size = rendezvous.world_size
-        address = rendezvous.address
-        port = rendezvous.port
-        has_store = rendezvous.has_store
-        watch_launcher(rendezvous)
-        prepare_torch_environment(loopback=rendezvous.is_on_one_machine)
+        rank = rank_place.rank
+        size = rank_place.world_size
+        address = rank_place.address
+        port = rank_place.port
+        has_store = rank_place.has_store
+        watch_launcher(rank_place)
+        prepare_torch_environment(loopback=rank_place.is_on_one_machine)
         if rank == 0 and not has_store:
             tcp = host_tcp_store(listen(address, port), (address, port), size, timeout)
         else:
-            tcp = _connect(rendezvous, timeout)
+            tcp = _connect(rank_place, timeout)
         store = dist.PrefixStore(read_environment().job_prefix, tcp)
-        restarts = rendezvous.restarts
+        restarts = rank_place.restarts
         if has_store and rank == 0:
             # The store of torchrun's agent outlives an attempt. The agent's count of restarts is
             # not sufficient: on several machines each agent counts its own.
             restarts = max(restarts, store.add("starts", 1) - 1)
         attempt, restarts = wait_for_ranks(
-            store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=_hint(rendezvous)
+            store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=_hint(rank_place)
         )
         job = Job(rank, size, attempt, restarts, (address, port), has_store, hang_after)
         process_state.job = job
@@ -117,30 +117,30 @@ def host_tcp_store(
     )
 
 
-def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
-    address = rendezvous.address
-    port = rendezvous.port
-    size = rendezvous.world_size
+def _connect(rank_place: RankPlace, timeout: timedelta) -> dist.Store:
+    address = rank_place.address
+    port = rank_place.port
+    size = rank_place.world_size
     _resolve(address, port)
     # Own attempts first: torch's attempts end with pages of C++ frames.
     deadline = time.monotonic() + timeout.total_seconds()
     while not accepts_connections(address, port):
         if time.monotonic() > deadline:
             raise RunError(
-                f"rank {rendezvous.rank} of {size} cannot connect to {address}:{port} within "
+                f"rank {rank_place.rank} of {size} cannot connect to {address}:{port} within "
                 f"{timeout.total_seconds():g} s",
                 expected="rank 0, or the launcher, listens at this address",
-                fix=_hint(rendezvous),
+                fix=_hint(rank_place),
                 code="E_RENDEZVOUS",
             )
         time.sleep(_CONNECT_POLL_SECONDS)
     return dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False)
 
 
-def _hint(rendezvous: Rendezvous) -> str:
-    if is_loopback(rendezvous.address) and not rendezvous.is_on_one_machine:
+def _hint(rank_place: RankPlace) -> str:
+    if is_loopback(rank_place.address) and not rank_place.is_on_one_machine:
         return (
-            f"MASTER_ADDR is {rendezvous.address}, which no other machine reaches: set it to the "
+            f"MASTER_ADDR is {rank_place.address}, which no other machine reaches: set it to the "
             "address of rank 0"
         )
     return "read the output of the missing ranks, and check for a firewall between machines"
@@ -345,7 +345,7 @@ def report_failure(
     return is_first, code
 
 
-def watch_launcher(rendezvous: Rendezvous) -> None:
+def watch_launcher(rank_place: RankPlace) -> None:
     """End this process with its parent, by which a launcher started the ranks of this machine.
 
     The process receives SIGTERM, which requests a stop with a checkpoint inside of
@@ -353,16 +353,16 @@ def watch_launcher(rendezvous: Rendezvous) -> None:
     not watched: they may outlive a shell.
     """
     parent = os.getppid()
-    if rendezvous.ends_with_parent and parent > 1:
+    if rank_place.ends_with_parent and parent > 1:
         name = "samestep-external-launcher-watch"
-        threading.Thread(target=_watch, args=(parent, rendezvous), name=name, daemon=True).start()
+        threading.Thread(target=_watch, args=(parent, rank_place), name=name, daemon=True).start()
 
 
-def _watch(launcher: int, rendezvous: Rendezvous) -> None:
+def _watch(launcher: int, rank_place: RankPlace) -> None:
     while os.getppid() == launcher:
         time.sleep(_LAUNCHER_POLL_SECONDS)
-    if rendezvous.local_rank == 0:
-        name = rendezvous.launcher
+    if rank_place.local_rank == 0:
+        name = rank_place.launcher
         report_line(
             f"error: the process {launcher} of {name} has ended, and its ranks end with it "
             "[E_LAUNCHER_GONE]\n"

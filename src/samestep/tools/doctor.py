@@ -24,7 +24,7 @@ from samestep.checkpoint.durable_files import unsupported_features
 from samestep.config import DeviceKind
 from samestep.distributed.devices import ACCELERATOR, accelerator_module
 from samestep.distributed.env import SHARE_GPU, relevant_variables
-from samestep.distributed.launcher_variables import find_rendezvous
+from samestep.distributed.launcher_variables import find_rank_place
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.standard_streams import redirect_to_null
 from samestep.errors import InputError, RunError, SamestepError
@@ -353,7 +353,7 @@ def _check_folder(path: Path) -> Iterator[Finding]:
 def check_launcher(variables: Mapping[str, str]) -> Finding:
     """Check that the variables of a launcher are complete."""
     try:
-        found = find_rendezvous(variables)
+        found = find_rank_place(variables)
     except InputError as error:
         expected = error.expected or "complete launcher variables"
         fix = error.fix or "unset these variables"

@@ -10,7 +10,7 @@ from samestep.distributed.env import (
     prepare_shared_nccl,
     prepare_torch_environment,
     read_environment,
-    read_rendezvous,
+    read_rank_place,
     relevant_variables,
     sharing_variables,
 )
@@ -36,12 +36,12 @@ def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_rendezvous() is None
+    assert read_rank_place() is None
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    rendezvous = read_rendezvous()
-    assert rendezvous is not None
-    assert (rendezvous.rank, rendezvous.world_size, rendezvous.address) == (3, 4, "node-0")
+    rank_place = read_rank_place()
+    assert rank_place is not None
+    assert (rank_place.rank, rank_place.world_size, rank_place.address) == (3, 4, "node-0")
 
 
 def test_token_and_devices_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

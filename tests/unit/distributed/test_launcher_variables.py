@@ -5,8 +5,8 @@ import pytest
 from samestep.distributed.launcher_variables import (
     FIRST_PORT,
     PORTS,
-    Rendezvous,
-    find_rendezvous,
+    RankPlace,
+    find_rank_place,
     first_host,
 )
 from samestep.errors import InputError
@@ -30,10 +30,10 @@ BATCH = {"SLURM_JOB_ID": "123", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 
-def detected(variables: dict[str, str]) -> Rendezvous:
-    rendezvous = find_rendezvous(variables)
-    assert rendezvous is not None
-    return rendezvous
+def detected(variables: dict[str, str]) -> RankPlace:
+    rank_place = find_rank_place(variables)
+    assert rank_place is not None
+    return rank_place
 
 
 def without(variables: dict[str, str], *names: str) -> dict[str, str]:
@@ -51,25 +51,25 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     ],
 )
 def test_no_launcher(variables: dict[str, str]) -> None:
-    assert find_rendezvous(variables) is None
+    assert find_rank_place(variables) is None
 
 
 def test_torchrun() -> None:
-    rendezvous = detected(TORCHRUN)
-    assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("torchrun", 3, 4, 1)
-    assert (rendezvous.address, rendezvous.port, rendezvous.has_store) == ("node-0", 29500, False)
-    assert not rendezvous.is_on_one_machine
+    rank_place = detected(TORCHRUN)
+    assert (rank_place.launcher, rank_place.rank, rank_place.world_size, rank_place.local_rank) == ("torchrun", 3, 4, 1)
+    assert (rank_place.address, rank_place.port, rank_place.has_store) == ("node-0", 29500, False)
+    assert not rank_place.is_on_one_machine
     more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "LOCAL_WORLD_SIZE": "4"}
-    rendezvous = detected({**TORCHRUN, **more})
-    assert (rendezvous.has_store, rendezvous.restarts, rendezvous.is_on_one_machine) == (True, 2, True)
+    rank_place = detected({**TORCHRUN, **more})
+    assert (rank_place.has_store, rank_place.restarts, rank_place.is_on_one_machine) == (True, 2, True)
 
 
 def test_loopback_address_means_one_machine() -> None:
     for address, expected in (("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.1", False)):
-        rendezvous = detected({**TORCHRUN, "MASTER_ADDR": address})
-        assert rendezvous.is_on_one_machine is expected
-    rendezvous = detected({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"})
-    assert not rendezvous.is_on_one_machine
+        rank_place = detected({**TORCHRUN, "MASTER_ADDR": address})
+        assert rank_place.is_on_one_machine is expected
+    rank_place = detected({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"})
+    assert not rank_place.is_on_one_machine
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_loopback_address_means_one_machine() -> None:
 )
 def test_incomplete_variables_are_rejected(variables: dict[str, str], missing: str) -> None:
     with pytest.raises(InputError, match=missing):
-        find_rendezvous(variables)
+        find_rank_place(variables)
 
 
 @pytest.mark.parametrize(
@@ -106,50 +106,50 @@ def test_incomplete_variables_are_rejected(variables: dict[str, str], missing: s
 )
 def test_invalid_values_are_rejected(name: str, value: str) -> None:
     with pytest.raises(InputError, match="a whole number"):
-        find_rendezvous({**TORCHRUN, name: value})
+        find_rank_place({**TORCHRUN, name: value})
 
 
 def test_slurm_on_two_nodes_uses_the_first_host_of_the_step() -> None:
-    rendezvous = detected(SLURM)
-    assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("Slurm", 3, 4, 0)
-    assert rendezvous.address == "gpu003"
-    assert rendezvous.port is not None
-    assert FIRST_PORT <= rendezvous.port < FIRST_PORT + PORTS
-    assert not rendezvous.is_on_one_machine
+    rank_place = detected(SLURM)
+    assert (rank_place.launcher, rank_place.rank, rank_place.world_size, rank_place.local_rank) == ("Slurm", 3, 4, 0)
+    assert rank_place.address == "gpu003"
+    assert rank_place.port is not None
+    assert FIRST_PORT <= rank_place.port < FIRST_PORT + PORTS
+    assert not rank_place.is_on_one_machine
 
 
 def test_ports_of_neighboring_jobs_and_steps_differ() -> None:
     ports = set()
     for job in range(9990, 10040):
         for step in range(5):
-            rendezvous = detected({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
-            ports.add(rendezvous.port)
+            rank_place = detected({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+            ports.add(rank_place.port)
     assert len(ports) == 250
 
 
 def test_slurm_on_one_node_uses_the_loopback_interface() -> None:
-    rendezvous = detected({**SLURM_ONE_NODE, "SLURM_RESTART_COUNT": "2"})
-    assert (rendezvous.address, rendezvous.port, rendezvous.restarts) == ("127.0.0.1", FIRST_PORT + 123 + 404, 2)
-    assert rendezvous.is_on_one_machine
+    rank_place = detected({**SLURM_ONE_NODE, "SLURM_RESTART_COUNT": "2"})
+    assert (rank_place.address, rank_place.port, rank_place.restarts) == ("127.0.0.1", FIRST_PORT + 123 + 404, 2)
+    assert rank_place.is_on_one_machine
 
 
 def test_master_address_and_port_take_precedence() -> None:
     address = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
     for variables in (SLURM, SLURM_ONE_NODE):
-        rendezvous = detected({**variables, **address})
-        assert (rendezvous.address, rendezvous.port) == ("10.0.0.7", 1234)
-    rendezvous = detected({**SLURM_ONE_NODE, "MASTER_PORT": "1234"})
-    assert rendezvous.address == "127.0.0.1"
+        rank_place = detected({**variables, **address})
+        assert (rank_place.address, rank_place.port) == ("10.0.0.7", 1234)
+    rank_place = detected({**SLURM_ONE_NODE, "MASTER_PORT": "1234"})
+    assert rank_place.address == "127.0.0.1"
 
 
 def test_older_slurm_has_variables_of_the_job_only() -> None:
-    rendezvous = detected(without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"))
-    assert (rendezvous.world_size, rendezvous.address) == (4, "gpu001")
+    rank_place = detected(without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"))
+    assert (rank_place.world_size, rank_place.address) == (4, "gpu001")
 
 
 def test_first_launcher_takes_precedence() -> None:
-    rendezvous = detected({**TORCHRUN, **SLURM, **OPEN_MPI})
-    assert rendezvous.launcher == "torchrun"
+    rank_place = detected({**TORCHRUN, **SLURM, **OPEN_MPI})
+    assert rank_place.launcher == "torchrun"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.started import free_port
 from helpers.system import IMPORT_PATH
 from samestep.distributed.env import Environment
-from samestep.distributed.launcher_variables import Rendezvous
+from samestep.distributed.launcher_variables import RankPlace
 from samestep.errors import InputError, RunError
 from samestep.launcher.rendezvous import _connect, listen, wait_for_ranks
 
@@ -23,10 +23,10 @@ from datetime import timedelta
 from samestep.errors import SamestepError
 from samestep.launcher.rendezvous import join_job
 from samestep.launcher.rendezvous import listen
-from samestep.distributed.launcher_variables import Rendezvous
+from samestep.distributed.launcher_variables import RankPlace
 rank, size, port, seconds = map(int, sys.argv[1:])
 try:
-    job = join_job(Rendezvous("Slurm", rank, size, rank, size, "127.0.0.1", port), timedelta(seconds=seconds))
+    job = join_job(RankPlace("Slurm", rank, size, rank, size, "127.0.0.1", port), timedelta(seconds=seconds))
 except SamestepError as error:
     print(error)
 else:
@@ -47,18 +47,18 @@ def output(process: "subprocess.Popen[str]") -> str:
 
 
 def test_unknown_host_is_named() -> None:
-    rendezvous = Rendezvous("Slurm", 1, 2, 0, None, "no-such-host.invalid", 1234)
-    for call in (lambda: listen("no-such-host.invalid", 1234), lambda: _connect(rendezvous, timedelta(seconds=1))):
+    rank_place = RankPlace("Slurm", 1, 2, 0, None, "no-such-host.invalid", 1234)
+    for call in (lambda: listen("no-such-host.invalid", 1234), lambda: _connect(rank_place, timedelta(seconds=1))):
         with pytest.raises(InputError, match=r"the host 'no-such-host.invalid' cannot be resolved"):
             call()
 
 
 def test_unreachable_store_is_named_with_the_address() -> None:
-    rendezvous = Rendezvous("torchrun", 1, 2, 0, 1, "127.0.0.1", free_port())
+    rank_place = RankPlace("torchrun", 1, 2, 0, 1, "127.0.0.1", free_port())
     with pytest.raises(
-        RunError, match=f"rank 1 of 2 cannot connect to 127.0.0.1:{rendezvous.port} within 0.2 s"
+        RunError, match=f"rank 1 of 2 cannot connect to 127.0.0.1:{rank_place.port} within 0.2 s"
     ) as caught:
-        _connect(rendezvous, timedelta(seconds=0.2))
+        _connect(rank_place, timedelta(seconds=0.2))
     assert "no other machine reaches" in str(caught.value)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from samestep.distributed.env import read_rendezvous
+from samestep.distributed.env import read_rank_place
 from samestep.errors import InputError
 from samestep.tools.audit.events import EventWriter
 
@@ -58,7 +58,7 @@ class Session:
     def _write_launcher(self) -> None:
         """Write the place among the ranks of the launcher, which has no process group."""
         try:
-            place = read_rendezvous()
+            place = read_rank_place()
         except InputError:  # not the variables of a rank
             return
         if place is not None:
