@@ -52,7 +52,7 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_kernel_launches_what_its_cells_define(tmp_path: Path) -> None:
     source, _, _ = EXAMPLE.read_text(encoding="utf-8").partition('if __name__ == "__main__":')
     cells = [source, "samestep.launch(train, processes=3)", "import samestep.launcher.launch\n" + FAILS, TENSORS]

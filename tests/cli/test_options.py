@@ -259,11 +259,11 @@ def test_run_is_evaluated_and_resumed_with_another_strategy(two_runs: Path, caps
     ("strategy", "mesh", "processes"),
     [
         ("fsdp", "", "1,2"),
-        ("pp", "", "1,2"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("ddp", "", "1,2"),
+                ("pp", "", "1,2"),
                 ("tp", "", "1,2"),
                 ("fsdp", "", "1,2,3"),
                 ("hsdp", "shard=2", "1,4"),

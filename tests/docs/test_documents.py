@@ -90,8 +90,8 @@ def marks_of_blocks(document: Path) -> list[pytest.MarkDecorator]:
 
 
 def marked(document: Path) -> Any:
-    """The commands of most pages have their turn in the long tests."""
-    is_long = document.name not in ("README.md", "first-run.md")
+    """The commands of other pages have their turn in the long tests."""
+    is_long = document.name != "README.md"
     return pytest.param(document, marks=pytest.mark.long if is_long else pytest.mark.slow, id=document.name)
 
 

@@ -135,7 +135,7 @@ def test_terminals_without_unicode(encoding: str, tmp_path: Path, record_fault: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.02, 0.3])
+@pytest.mark.parametrize("seconds", [0.02, pytest.param(0.3, marks=pytest.mark.long)])
 def test_sigterm_that_repeats(seconds: float, tmp_path: Path, record_fault: RecordFault) -> None:
     for place in ("start", "training"):
         with Running("train", RECIPE, "--name", place, "--processes", 2, cwd=tmp_path) as running:

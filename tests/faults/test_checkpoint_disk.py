@@ -24,9 +24,9 @@ FILES = {"model": bytes(range(256)) * 300, "state": b"{}"}
         pytest.param(errno.ENOSPC, False, True, id="ENOSPC-from-then-on"),
         pytest.param(errno.EIO, True, False, id="EIO-once"),
         pytest.param(errno.EIO, True, True, id="EIO-from-then-on", marks=pytest.mark.long),
-        pytest.param(errno.EDQUOT, False, False, id="EDQUOT-once", marks=pytest.mark.slow),
+        pytest.param(errno.EDQUOT, False, False, id="EDQUOT-once", marks=pytest.mark.long),
         pytest.param(errno.EDQUOT, False, True, id="EDQUOT-from-then-on"),
-        pytest.param(errno.EROFS, True, False, id="EROFS-once", marks=pytest.mark.slow),
+        pytest.param(errno.EROFS, True, False, id="EROFS-once", marks=pytest.mark.long),
         pytest.param(errno.EROFS, True, True, id="EROFS-from-then-on"),
     ],
 )

@@ -136,8 +136,15 @@ def test_frozen_disk(tmp_path: Path, undisturbed: tuple[str, str], record_fault:
 KILL = 999  # helpers/machine_faults.c
 KILLED = ("write", "fsync_file", "fsync_folder", "rename_file", "rename_folder", "symlink", "unlink", "rmdir")
 REFUSED = [
-    *((errno.EDQUOT, call) for call in ("write", "fsync_file", "rename_folder", "symlink")),
-    *((errno.EROFS, call) for call in ("fsync_folder", "rename_folder", "rename_file", "symlink")),
+    (errno.EDQUOT, "write"),
+    (errno.EROFS, "rename_folder"),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in (
+            *((errno.EDQUOT, call) for call in ("fsync_file", "rename_folder", "symlink")),
+            *((errno.EROFS, call) for call in ("fsync_folder", "rename_file", "symlink")),
+        )
+    ),
 ]
 
 
@@ -159,7 +166,7 @@ def run_with_fault(path: Path, call: str, number: int, *options: object) -> Done
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", KILLED)
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_kill_inside_a_call_of_a_save(
     call: str, restarts: int, tmp_path: Path, undisturbed: tuple[str, str], record_fault: RecordFault
 ) -> None:

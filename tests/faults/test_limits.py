@@ -125,16 +125,19 @@ for _ in checkpoints.epochs(2):
         optimizer.step()
         checkpoints.save()
 """
+MOST_SEVERE = "C code that never returns"
 HANGS = {
     "a data set that never returns": {"read": "time.sleep(1000)"},
     "a loader worker that never returns": {"read": "time.sleep(1000)", "workers": 1},
     "a step of one rank that never returns": {"step": "if world.rank: time.sleep(1000)"},
-    "C code that never returns": {"step": "if world.rank: torch.ones(1).apply_(lambda value: time.sleep(1000))"},
+    MOST_SEVERE: {"step": "if world.rank: torch.ones(1).apply_(lambda value: time.sleep(1000))"},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize(
+    "hang", [*(pytest.param(hang, marks=pytest.mark.long) for hang in HANGS if hang != MOST_SEVERE), MOST_SEVERE]
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_stop_during_a_hang_ends_after_the_grace(
     hang: str, number: signal.Signals, tmp_path: Path, record_fault: RecordFault

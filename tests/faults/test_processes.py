@@ -60,7 +60,7 @@ def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_exception_in_a_dataset_is_told_with_its_sample(tmp_path: Path, workers: int) -> None:
     fault = ("data.name=helpers.recorded:load_broken", "data.options={}")
     with train(tmp_path, "--processes", 3, "--workers", workers, *fault) as running:

@@ -65,7 +65,7 @@ def train(path: Path, epochs: int, count: int, seed: int = 0) -> list[int]:
     return rank_counts(run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_agent_joins_and_leaves(tmp_path: Path) -> None:
     counts = train(tmp_path, 3, 2, seed=1)  # joins, and is killed
     assert [count for count, _ in groupby(counts)] == [1, 2, 1]  # an agent that joins late restarts the other one

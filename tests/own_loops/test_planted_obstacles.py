@@ -73,10 +73,7 @@ def require_error(done: Done, script: Path) -> None:
 
 
 # One of each kind; the others, and the other scripts, have their turn in the long tests.
-FREQUENT = {
-    *("appended_log", "console_input", "data_parallel", "exception_caught"),
-    *("own_group", "subprocess_writes", "time_limit", "unseeded_numpy"),
-}
+FREQUENT = {"console_input", "data_parallel", "own_group", "unseeded_numpy"}
 
 
 def cases() -> Iterator[Any]:

@@ -49,7 +49,7 @@ def test_more_scripts_have_the_same_bits_on_more_processes(tmp_path: Path) -> No
     assert all(verdict.equal + verdict.refused == [1, 2, 3, 5, 8] for verdict in verdicts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_operations_with_several_threads_have_the_same_bits(tmp_path: Path) -> None:
     """Slices of a call with sums inside run in threads of their own, where a rank has several."""
     names = ["port_cifar", "layer_batch_norm_1d_3d", "layer_transformer_encoder_dropout", "loss_classification_inside"]

@@ -18,11 +18,10 @@ def compared(script: Path, folder: Path) -> Verdict:
 @pytest.mark.parametrize(
     "name",
     [
-        "mnist_convnet",
         "lightning_classifier",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("unet_dice", "wgan_gradient_penalty", "kfold_reset", "min_gpt_trainer")
+            for name in ("mnist_convnet", "unet_dice", "wgan_gradient_penalty", "kfold_reset", "min_gpt_trainer")
         ),
     ],
 )

@@ -515,8 +515,8 @@ WITH_WORKERS = [
 
 def settings(*kinds: str) -> Any:
     """Return the parameters kind, number of ranks, and workers of each rank."""
-    frequent = [(kind, *setting) for setting in ((2, 0), (2, 2), (3, 0)) for kind in kinds]
-    rare = [(kind, *setting) for setting in ((1, 0), (1, 2), (3, 2)) for kind in kinds]
+    frequent = [(kind, *setting) for setting in ((2, 2), (3, 0)) for kind in kinds]
+    rare = [(kind, *setting) for setting in ((1, 0), (1, 2), (2, 0), (3, 2)) for kind in kinds]
     parameters = [*frequent, *(pytest.param(*one, marks=pytest.mark.long) for one in rare)]
     chosen = [one for one in parameters if _has(*getattr(one, "values", one))]
     return pytest.mark.parametrize(("kind", "size", "workers"), chosen)
