@@ -45,7 +45,7 @@ _EXIT_CODE = "failure/exit-code"
 _SEEN = "failure/seen"
 # Time for a step and its checkpoint after the request to stop that follows the end of the launcher.
 _STOP_SECONDS = 6.0
-_LAUNCHER_POLL_SECONDS = 1.0
+_LAUNCHER_POLL_SECONDS = 0.1
 
 
 def join_job(
