@@ -320,7 +320,7 @@ CASES = [
         "rank 3 raises in evaluation",
         {"kind": "raise in evaluation", "rank": 3},
         code=1,
-        report="error: rank 3 failed after samestep.init(): ArithmeticError",
+        report=r"error: rank 3 failed after samestep\.init\(\): ArithmeticError",
         is_variant=True,
     ),
     Case(
