@@ -19,6 +19,7 @@ INVALID = {
     "model=resnet18": "model.name=resnet18",
     "batchsize=32": "batch_size=32",
     "optimizer.option.lr=1": "optimizer.options.lr=1",
+    "data.cache=1": "data.options.cache=1",
     "schedule.warmup=1": "schedule.warmup_epochs=1",
     "data.options.x=[1": "'data.options.x=\"[1\"'",
 }

@@ -62,8 +62,11 @@ def explained(
         for part in section:
             kind = section_of(kind, part)
         names = names_of(kind)
-        siblings = [".".join([*section, other]) for other in names]
-        meant = suggest(key, [*siblings, *SYNONYMS.values()], least=_LEAST)
+        meant = suggest(key, SYNONYMS.values(), least=1.0)
+        # Names alone: keys of one section are similar by their beginning.
+        sibling = suggest(name, names, least=_LEAST)
+        if meant is None and sibling is not None:
+            meant = ".".join([*section, sibling])
         if meant is None and not section:
             meant = _similar_end(key, before)
         if meant is None and "options" in names:
