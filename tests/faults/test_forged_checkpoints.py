@@ -19,7 +19,7 @@ from samestep.checkpoint.contents import Progress, Training
 from samestep.checkpoint.state import AVERAGE, MODEL, OPTIMIZER, pack
 from samestep.checkpoint.state import load as load_checkpoint
 from samestep.checkpoint.store import STATE, CheckpointFolder
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.errors import EXIT_INPUT, CheckpointError
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"

@@ -17,7 +17,7 @@ import torch
 
 from samestep.checkpoint.contents import Training
 from samestep.checkpoint.encoding import Tensors, encode, encode_objects
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from samestep.checkpoint.durable_files import Contents
 from samestep.checkpoint.resume_changes import require_same_names, setting_changes
 from samestep.checkpoint.state import load_all, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder, file_names, manifest_digest
-from samestep.data.cursor import require_position
+from samestep.cursor import require_position
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.devices import machine
 from samestep.distributed.world import all_gather

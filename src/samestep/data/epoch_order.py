@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from samestep.config import SampleOrder
-from samestep.data.cursor import Cursor, require_position
+from samestep.cursor import Cursor, require_position
 from samestep.data.permutations import (
     Indices,
     Order,

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.data.epoch_order import EpochOrder
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
 from samestep.data.sample_reader import (

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from samestep.distributed.launcher_variables import RankPlace, find_rank_place
 from samestep.errors import InputError
 
@@ -203,6 +205,14 @@ def relevant_variables() -> dict[str, str]:
 def environment_copy() -> dict[str, str]:
     """Return the whole environment."""
     return dict(os.environ)
+
+
+def environment_of(process: int) -> dict[str, str]:
+    """Return the environment with which a process was started; empty if it cannot be read."""
+    try:
+        return dict(psutil.Process(process).environ())
+    except (psutil.Error, OSError):  # it has ended, is another user's, or there is no /proc
+        return {}
 
 
 def prepare_torch_environment(*, loopback: bool, deterministic: bool = True) -> None:

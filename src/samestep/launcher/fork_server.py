@@ -26,6 +26,7 @@ import psutil
 from samestep.distributed.env import (
     FORK_SERVER,
     all_variables,
+    environment_of,
     prepare_torch_environment,
     silence_torch_warnings,
     variables_of_subprocess,
@@ -105,7 +106,7 @@ def end_orphans(server: ForkServer) -> None:
     Subprocesses and forks of user code would keep memory, ports, and the pipe of `samestep ... |
     tee` open. A process in a session of its own is not ended.
     """
-    if not server.mark or not _environment_of(os.getpid()):  # there is no /proc
+    if not server.mark or not environment_of(os.getpid()):  # there is no /proc
         return
     ended, kept = _wait_for_orphans(server)  # loader workers are about to end
     texts = []
@@ -132,7 +133,7 @@ def _wait_for_orphans(server: ForkServer) -> tuple[list[psutil.Process], list[ps
         marked = [
             process
             for process in psutil.process_iter()
-            if _environment_of(process.pid).get(FORK_SERVER) == server.mark
+            if environment_of(process.pid).get(FORK_SERVER) == server.mark
         ]
         descendants = {server.pid}
         with suppress(psutil.NoSuchProcess):
@@ -143,14 +144,6 @@ def _wait_for_orphans(server: ForkServer) -> tuple[list[psutil.Process], list[ps
         if not attached or time.monotonic() >= deadline:
             return attached, [process for process in orphans if process not in attached]
         time.sleep(_END_POLL_SECONDS)
-
-
-def _environment_of(process: int) -> dict[str, str]:
-    """Return the environment with which a process was started; empty if it cannot be read."""
-    try:
-        return dict(psutil.Process(process).environ())
-    except (psutil.Error, OSError):  # it has ended, is another user's, or there is no /proc
-        return {}
 
 
 def _is_in_this_session(process: psutil.Process) -> bool:

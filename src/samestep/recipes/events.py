@@ -9,7 +9,7 @@ from typing import Any
 
 from samestep.checkpoint.checksum import checksum_event
 from samestep.config import RunOptions
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.devices import gpu_memory
 from samestep.distributed.status import WaitClock

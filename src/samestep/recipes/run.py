@@ -20,7 +20,7 @@ from samestep.checkpoint.folder_lock import FolderLock
 from samestep.checkpoint.state import load_model
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RecipeStep, RunOptions
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.world import World

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samestep.cursor import Cursor
 from samestep.data.batch import Collate, SizedDataset, map_tensors
-from samestep.data.cursor import Cursor
 from samestep.data.streams import StreamDataset
 from samestep.data.whole_batches import WholeBatches
 from samestep.errors import DataError

@@ -120,7 +120,7 @@ class ParallelModule(FirstCalls):
         if call.slices.fewest_rows < division.minimum_rows:
             return "a part of the rows would be a single one"
         state = self._shared_state(kind, division)
-        if division.sums and state is not None:
+        if state is not None:
             return f"{state}, and adds values of all rows"
         if self.strategy.has_stages and call.has_differentiated_arguments():
             return "its arguments need gradients, which only the first stage has"
@@ -144,8 +144,12 @@ class ParallelModule(FirstCalls):
         return None if is_worth else "so small that messages would take longer"
 
     def _shared_state(self, kind: Kind, division: Division) -> str | None:
-        """Return what slices that take turns would share: buffers only are kept for each."""
-        if not self.is_exact and not self.strategy.has_stages:  # one slice
+        """Return which state slices would share that take turns in sums over all rows, or None.
+
+        Each slice has buffers of its own, and no other state.
+        """
+        takes_turns = self.is_exact or self.strategy.has_stages  # otherwise there is one slice
+        if not division.sums or not takes_turns:
             return None
         if any(not isinstance(place, tuple) for place in kind.written):
             return "writes attributes or draws outside of torch"

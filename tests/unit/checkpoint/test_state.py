@@ -22,7 +22,7 @@ from samestep.checkpoint.contents import Progress, Training
 from samestep.checkpoint.encoding import Tensors, decode, encode
 from samestep.checkpoint.state import MODEL, OPTIMIZER, load_model, pack
 from samestep.checkpoint.store import STATE, CheckpointFolder
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.errors import CheckpointError, InputError
 
 PROGRESS = Progress(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samestep
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.data.permutations import Order
 from samestep.data.sample_files import fingerprint_of
 from samestep.data.streams import StreamDataset

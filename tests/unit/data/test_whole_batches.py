@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import samestep
-from samestep.data.cursor import Cursor
+from samestep.cursor import Cursor
 from samestep.data.whole_batches import WholeBatches
 from samestep.errors import InputError
 from workers import sessions
