@@ -196,6 +196,13 @@ class _Propagation:
         if not all(isinstance(one, DTensor) for one in written):
             # Into a plain tensor, as that of a moving average.
             return _whole(operation, arguments, options)
+        sums = [one for one in written if any(place.is_partial() for place in one.placements)]
+        if sums:
+            # Of such a sum each rank holds a part: torch refuses most operations that write into
+            # it, and `fill_` would write the value once for each part.
+            for one in sums:
+                _complete_sum(one)
+            return operation(*arguments, **options)
         is_whole = operation in self._random
         if self.is_exact:
             is_whole = not _has_equal_parts(operation, arguments)
@@ -207,6 +214,14 @@ class _Propagation:
             if not written:
                 raise
             return _whole(operation, arguments, options)
+
+
+def _complete_sum(tensor: DTensor) -> None:
+    """Add the parts of a sum, or another reduction, in place. A collective."""
+    placements = [Replicate() if place.is_partial() else place for place in tensor.placements]
+    complete = tensor.redistribute(placements=placements)
+    tensor._local_tensor = complete._local_tensor
+    tensor._spec = complete._spec
 
 
 def _has_parts(value: Any) -> bool:

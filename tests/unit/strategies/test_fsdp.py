@@ -173,6 +173,38 @@ def numbers_of_parameters() -> Any:
     return max(abs(one - other) for one, other in zip(*found, strict=True)) < 1e-12
 
 
+@check
+def optimizer_with_sums() -> Any:
+    """Adafactor takes means over rows and columns of gradients, and squares them in place."""
+
+    def layers() -> nn.Module:
+        # No batch norm: the bias before it has gradients of rounding errors, which Adafactor scales up.
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+
+    found = []
+    for model in (layers(), samestep.parallel(layers())):
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        for number in range(5):
+            optimizer.zero_grad()
+            model(batch(number)).pow(2).mean().backward()
+            optimizer.step()
+        found.append([full_tensor(one).detach() for one in model.parameters()])
+    return difference(*found) < 1e-12
+
+
+@check
+def sums_written_in_place() -> Any:
+    """Operations that write into a sum or a norm over divided rows write into the whole of it."""
+    found = []
+    for model in (network(), samestep.parallel(network())):
+        weight: Any = model[0].weight.detach()  # type: ignore[index]
+        values = [weight.sum(0).square_(), weight.norm(dim=0).add_(1.0), weight.mean(0).clamp_(min=0.1)]
+        values += [weight.sum(0).fill_(2.0), weight.amax(0).lerp_(weight.sum(0), 0.3), weight.sum().sub_(1.0)]
+        found.append([full_tensor(one) for one in values])
+    return difference(*found) < 1e-12
+
+
 class Parts(nn.Module):
     """Recurrent, frozen, shared, normalizing and unused parts, and a scalar."""
 
@@ -377,6 +409,8 @@ def states(request: pytest.FixtureRequest, on_ranks: RankServer) -> tuple[int, d
         ("gradients_differentiated_again", "E_INCOMPATIBLE"),
         ("unused_backward", True),
         ("numbers_of_parameters", True),
+        ("optimizer_with_sums", True),
+        ("sums_written_in_place", True),
     ],
 )
 def test_state_of_divided_parameters(states: tuple[int, dict[str, list[Any]]], name: str, expected: Any) -> None:
