@@ -7,6 +7,7 @@ of one element. Whole calls, trials and copies compute with gathered parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.strategies.divided_parameters import split_of
 from samestep.strategies.gradient_norm import norm_of_ranks, share_norms
+from samestep.strategies.optimizer_trial import require_update_by_parts
 from samestep.strategies.pipeline.partition import require_single_uses
 from samestep.strategies.pipeline.stage import Later, Stage, StageOperations
 from samestep.strategies.replicated import HubStrategy
@@ -72,6 +74,7 @@ class Split(HubStrategy):
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
         self._places: dict[nn.Parameter, Place] = {}
+        self._tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.elsewhere: set[str] = set()  # keys of other stages, during `load_state_dict`
 
     def of_copy(self) -> Split:
@@ -109,6 +112,24 @@ class Split(HubStrategy):
         world = self._world.subworld(self._world.mesh.get_group(axis))
         _ = world.sockets  # connects the ranks, a collective
         return world
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Require that the optimizer needs no parts of other ranks.
+
+        Raises:
+            InputError: the optimizer does.
+        """
+        if optimizer in self._tried:
+            return
+        self._tried.add(optimizer)
+        divided: dict[torch.Tensor, int] = {}
+        if self._world.mesh_shape.tensor > 1:
+            divided = {parameter: place.dim for parameter, place in self._places.items()}
+        updated = {one for group in optimizer.param_groups for one in group["params"]}
+        if self._stage is not None and not updated.isdisjoint(self._stage.users):
+            require_update_by_parts(optimizer, divided, has_stages=True)
+        elif not updated.isdisjoint(divided):
+            require_update_by_parts(optimizer, divided, has_stages=False)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts its gradient of a parameter in a norm over all ranks."""

@@ -55,6 +55,18 @@ def refusals(name: str, mesh: dict[str, int], models: list[str]) -> list[str]:
     return [error_code(partial(_divided, model, config, microbatches=4, reduction="exact")) for model in models]
 
 
+def steps_of_optimizers(name: str, mesh: dict[str, int], models: list[str]) -> list[str]:
+    """Return the code of the error of the first step of each optimizer."""
+    config, _ = _joined(name, mesh, "fast")
+    codes = []
+    for make in (torch.optim.AdamW, torch.optim.Adafactor):
+        divided, inputs = _divided(models[0], config)
+        optimizer = make(divided.parameters())
+        divided(inputs(0, ROWS)).pow(2).mean().backward()
+        codes.append(error_code(optimizer.step))
+    return codes
+
+
 def _joined(name: str, mesh: dict[str, int], reduction: Any) -> tuple[StrategyConfig, World]:
     torch.set_default_dtype(torch.float64)
     View.divides_small_calls = True
@@ -323,6 +335,11 @@ def test_layouts_have_the_values_of_the_plain_loop(layout: str, models: list[str
         for deviation, *calls in ranks:
             assert deviation <= TOLERANCE, name
             assert calls == [4, 0, []], name  # all calls but the first of each kind were divided
+
+
+@pytest.mark.parametrize(("layout", "codes"), [("tp 2", ["none", "E_OPTIMIZER"]), ("pp 2", ["none", "none"])])
+def test_optimizer_updates_the_parts_of_a_rank_alone(layout: str, codes: list[str], on_ranks: RankServer) -> None:
+    assert started(on_ranks, steps_of_optimizers, layout, ["perceptron"]) == codes
 
 
 @pytest.mark.slow

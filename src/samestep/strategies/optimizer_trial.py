@@ -1,0 +1,171 @@
+"""Trial of an optimizer: whether it updates each part of the parameters without the other parts.
+
+Under tensor parallelism and in a pipeline, an optimizer sees the parts of one rank. Adam and SGD
+need no others. An optimizer that divides by the norm of a parameter, takes means over rows, or
+draws random numbers would compute other updates, which no comparison of ranks finds: their parts
+differ anyway. The trial updates small random tensors, together and part by part.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from samestep.distributed.rng import preserved_generators, seed_generators
+from samestep.errors import InputError
+
+_SIZE = 4  # largest size of a dimension of the tensors
+_STEPS = 2  # the second has state of the first
+# Of values near 1: some optimizers keep their state in float32.
+_RELATIVE = 1e-5
+_ABSOLUTE = 1e-6
+
+
+def require_update_by_parts(
+    optimizer: Optimizer, divided: Mapping[torch.Tensor, int], *, has_stages: bool
+) -> None:
+    """Require that an optimizer computes the same updates from parts of the parameters.
+
+    Args:
+        optimizer: the optimizer, before its first step; it is not changed.
+        divided: parameters that are divided between ranks, with the divided dimension.
+        has_stages: whether other ranks have other parameters.
+
+    Raises:
+        InputError: the optimizer does not, or cannot be copied for the trial.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    whole = _tensors(parameters, divided)
+    name = type(optimizer).__name__
+    device = parameters[0].device
+    try:
+        with preserved_generators(device):
+            expected = _updated(optimizer, parameters, whole, device)
+            is_same = True
+            for half in range(2):
+                part = list(whole)
+                if divided:
+                    part = _halves(parameters, whole, divided, half)
+                if has_stages:
+                    part = [one if number % 2 == half else None for number, one in enumerate(part)]
+                found = _updated(optimizer, parameters, part, device)
+                wanted: Sequence[torch.Tensor | None] = expected
+                if divided:
+                    wanted = _halves(parameters, expected, divided, half)
+                is_same &= all(map(_is_close, wanted, found))
+    except Exception as error:
+        raise InputError(
+            f"{name} cannot be tried on parts of parameters: {type(error).__name__}: {error}",
+            expected="an optimizer with step() without arguments, whose attributes can be copied",
+            fix="use an optimizer of torch, such as AdamW, or the strategy ddp or fsdp",
+            code="E_OPTIMIZER",
+        ) from error
+    if not is_same:
+        raise InputError(
+            f"{name} computes the update of an element from other elements as well, and ranks have "
+            "parts of the parameters",
+            expected="under tp and pp, an optimizer that updates each element alone",
+            fix="use such an optimizer, as AdamW, or the strategy ddp or fsdp",
+            code="E_OPTIMIZER",
+        )
+
+
+def _tensors(
+    parameters: Sequence[torch.Tensor], divided: Mapping[torch.Tensor, int]
+) -> list[torch.Tensor | None]:
+    """Return small random tensors with the dimensions of parameters."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: list[torch.Tensor | None] = []
+    for parameter in parameters:
+        shape = [min(size, _SIZE) for size in parameter.shape]
+        if parameter in divided:
+            shape[divided[parameter]] = _SIZE
+        tensors.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+    return tensors
+
+
+def _halves(
+    parameters: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
+    divided: Mapping[torch.Tensor, int],
+    half: int,
+) -> list[torch.Tensor | None]:
+    """Return one half of each divided tensor, and the other tensors."""
+    parts = list(tensors)
+    for number, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
+        if tensor is not None and parameter in divided:
+            parts[number] = tensor.chunk(2, divided[parameter])[half]
+    return parts
+
+
+def _updated(
+    optimizer: Optimizer,
+    parameters: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
+    device: torch.device,
+) -> list[torch.Tensor | None]:
+    """Return tensors after steps of a copy of the optimizer; None for those without a gradient."""
+    seed_generators(0, device)
+    replaced: dict[int, Any] = {}
+    updated: list[torch.Tensor | None] = []
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        value = torch.zeros_like(parameter, dtype=torch.float64) if tensor is None else tensor
+        copied = torch.nn.Parameter(value.to(device, copy=True))
+        if tensor is not None:
+            copied.grad = value.to(device).cos()
+        replaced[id(parameter)] = copied
+        updated.append(None if tensor is None else copied)
+    trial = _copy(optimizer, replaced)
+    for group in trial.param_groups:
+        if "lr" in group:
+            group["lr"] = 1.0  # a schedule can begin at zero
+    # Without the hooks of steps, which are the script's and Samestep's.
+    step = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        for _ in range(_STEPS):
+            step(trial)
+    return updated
+
+
+def _copy(optimizer: Optimizer, replaced: dict[int, Any]) -> Any:
+    """Return a copy with other parameters and without hooks.
+
+    State of the size of a parameter has one value, so that parts have the state of the whole.
+
+    Args:
+        optimizer: the optimizer; torch's own copies have no attributes of subclasses.
+        replaced: other objects by the `id` of those of the optimizer.
+    """
+    copied: Any = object.__new__(type(optimizer))
+    replaced[id(optimizer)] = copied
+    state: dict[Any, Any] = defaultdict(dict)
+    for parameter, values in optimizer.state.items():
+        small = replaced[id(parameter)]
+        state[small] = {name: _state(value, parameter, small) for name, value in values.items()}
+    replaced[id(optimizer.state)] = state
+    for name, value in vars(optimizer).items():
+        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            copied.__dict__[name] = OrderedDict()
+        elif isinstance(value, Optimizer) and id(value) not in replaced:
+            copied.__dict__[name] = _copy(value, replaced)
+        else:
+            copied.__dict__[name] = copy.deepcopy(value, replaced)
+    return copied
+
+
+def _state(value: Any, parameter: torch.Tensor, small: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+        return torch.full_like(small, float(value.flatten()[0]))
+    return copy.deepcopy(value)
+
+
+def _is_close(expected: torch.Tensor | None, found: torch.Tensor | None) -> bool:
+    if expected is None or found is None:  # a parameter of another stage
+        return True
+    return torch.allclose(expected, found, _RELATIVE, _ABSOLUTE)
