@@ -90,20 +90,3 @@ def test_a_passed_state_continues_the_sequence_of_each_generator() -> None:
         for generator, state in zip(passed_generators(torch.device("cpu")), states, strict=True):
             generator.set_state(state)
         assert (gaussians(), draws()) == expected
-
-
-def test_a_fingerprint_shows_a_draw() -> None:
-    with preserved_generators():
-        for generator, draw in zip(
-            passed_generators(torch.device("cpu")),
-            (lambda: torch.rand(()), random.random, numpy.random.rand),
-            strict=True,
-        ):
-            fingerprints = []
-            for number in (0, 0, 1, 624):
-                seed_generators(5)
-                for _ in range(number):
-                    draw()
-                fingerprints.append(generator.fingerprint())
-            assert fingerprints[0] == fingerprints[1]
-            assert len(set(fingerprints)) == 3
