@@ -202,8 +202,8 @@ def relevant_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(names)}
 
 
-def environment_copy() -> dict[str, str]:
-    """Return the whole environment."""
+def all_variables() -> dict[str, str]:
+    """Return a copy of the environment of this process."""
     return dict(os.environ)
 
 
@@ -273,11 +273,6 @@ def set_environment(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def all_variables() -> dict[str, str]:
-    """Return a copy of this process's environment."""
-    return dict(os.environ)
 
 
 def changed_variables(before: Mapping[str, str]) -> dict[str, str | None]:
