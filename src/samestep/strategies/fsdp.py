@@ -130,7 +130,7 @@ class Sharded(Strategy):
         if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments)):
             return arguments  # the containers themselves, into which a forward may write
         with torch._C._DisableFuncTorch():
-            return tree_map_only(DTensor, lambda one: gathered(one, None), arguments)
+            return tree_map_only(DTensor, gathered, arguments)
 
     def parameters(self, call: Call) -> CallParameters:
         for unit in self._units:
@@ -156,7 +156,7 @@ class Sharded(Strategy):
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; each rank keeps its part of their gradients."""
         again = recomputation_inside(lambda: self.whole(module))
-        with self._gathered(module, lambda parameter: gathered(parameter, None)) as mapping, again:
+        with self._gathered(module, gathered) as mapping, again:
             yield
         for one, full in mapping.items():
             # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`

@@ -407,7 +407,7 @@ class _Complete:
         )
         if parameter.requires_grad:
             empty = self.full
-            self.full = gathered(parameter, None, lambda _: empty)
+            self.full = gathered(parameter, lambda _: empty)
         self._storage = self.full.untyped_storage()
         self._bytes = self._storage.nbytes()
         # The own part, and its version when it was gathered.
