@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.local_sockets import Messages
 from samestep.distributed.world import World
 from samestep.microbatches import owned_microbatches
 from samestep.reduce.fast import Node
 
 Additions = tuple[tuple[Node, tuple[Node, Node]], ...]  # sums with their operands
 T = TypeVar("T")
-Messages = list[tuple[torch.Tensor, int]]  # with the rank of the peer
 
 # Up to this size, the number of messages costs more than their length (measured on loopback with 4
 # ranks).
@@ -272,6 +272,19 @@ def communicate(world: World, sent: Messages, received: Messages) -> None:
         world.sockets.exchange(sent, received)
     else:
         _exchange(world, sent, received)
+
+
+def gather_equal(
+    world: World, own: torch.Tensor, ranks: Sequence[int], name: str
+) -> list[torch.Tensor]:
+    """Return tensors of one size of some ranks, by rank; each of them, this one too, calls this."""
+    own = own.contiguous()
+    tensors = {rank: torch.empty_like(own) for rank in ranks if rank != world.rank}
+    sent = [(own, rank) for rank in tensors]
+    received = [(tensor, rank) for rank, tensor in tensors.items()]
+    world.run_collective(lambda: communicate(world, sent, received), name)
+    tensors[world.rank] = own
+    return [tensors[rank] for rank in ranks]
 
 
 def _communicate_staged(world: World, sent: Messages, received: Messages) -> None:
