@@ -298,11 +298,7 @@ def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        set_environment(before)
 
 
 @contextmanager

@@ -109,7 +109,13 @@ def _slurm(variables: Variables) -> RankPlace | None:
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
     names = (size_name, "SLURM_LOCALID", "SLURM_JOB_ID")
-    _require(variables, names, "srun sets them for each task")
+    missing = [name for name in names if name not in variables]
+    if missing:
+        raise _variables_error(
+            f"{', '.join(missing)} not set",
+            expected=f"{', '.join(names)}: srun sets them for each task",
+            fix="set them, or start ranks with samestep train --processes N",
+        )
     rank_place = _rank_place(variables, "Slurm", ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""))
     size = rank_place.world_size
     if size == 1:
@@ -206,13 +212,3 @@ def _number(
         expected = f"a whole number from {low} to {high}"
     fix = "let the launcher set its variables, or unset all of them"
     raise _variables_error(f"{name} is {text!r}", expected, fix)
-
-
-def _require(variables: Variables, names: Sequence[str], reason: str) -> None:
-    missing = [name for name in names if name not in variables]
-    if missing:
-        raise _variables_error(
-            f"{', '.join(missing)} not set",
-            expected=f"{', '.join(names)}: {reason}",
-            fix="set them, or start ranks with samestep train --processes N",
-        )
