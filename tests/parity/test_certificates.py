@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
+from helpers.small_recipes import IMAGES
 from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
 from samestep.recipes.recipe_files import make_recipe, recipe_data
@@ -28,18 +28,6 @@ LANGUAGE = (
 
 
 @pytest.fixture(scope="module")
-def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of JPEGs of different sizes."""
-    root = tmp_path_factory.mktemp("images") / "pictures"
-    for number in range(60):
-        folder = root / ("dark" if number % 2 else "light")
-        folder.mkdir(parents=True, exist_ok=True)
-        shade = 40 + number if number % 2 else 150 + number
-        Image.effect_noise((40 + number, 70 - number // 2), shade).convert("RGB").save(folder / f"{number:02}.jpg")
-    return root
-
-
-@pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of texts of many lengths, one of them unusable."""
     path = tmp_path_factory.mktemp("texts") / "table.csv"
@@ -51,7 +39,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recipe(name: str, image_folder: Path, table: Path) -> tuple[str, ...]:
+def recipe(name: str, pictures: Path, table: Path) -> tuple[str, ...]:
     """Arguments of a shipped recipe; small inputs and a small model keep the run short."""
     if name == "language":
         return (*LANGUAGE, "model.options.dropout=0.1")
@@ -61,15 +49,11 @@ def recipe(name: str, image_folder: Path, table: Path) -> tuple[str, ...]:
         sizes = "{hidden_size: 16, intermediate_size: 64, num_attention_heads: 2, num_hidden_layers: 1}"
         data = (f"data.options.path={table}", "data.options.longest=48", "data.bad_samples=skip", "batch_size=16")
         return ("texts", *data, f"model={{name: '{name}', options: {sizes}}}", "metrics=[]")
+    path = f"data.options.path={pictures}"
     if name.startswith("vit"):
         model = [f"model.options.{option}" for option in ("img_size=32", "patch_size=8", "depth=2")]
-        settings = (f"data.options.path={image_folder}", "data.options.image_size=32", "batch_size=22", "metrics=[]")
-        return (name, *settings, *model)
-    if name != "images":
-        return (name,)
-    folder = f"data.options.path={image_folder}"
-    settings = (folder, "data.options.image_size=64", "batch_size=24", "microbatches=8", "metrics=[]")
-    return (name, *settings, "model.name=torchvision:resnet18")
+        return (name, path, "data.options.image_size=32", "batch_size=22", "metrics=[]", *model)
+    return (name, path, *IMAGES) if name == "images" else (name,)
 
 
 def certificate(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from helpers.small_recipes import DIGITS, IMAGES
 from helpers.system import here, weights
@@ -20,19 +19,6 @@ from samestep.errors import EXIT_DONE
 
 RECORDED = Path(__file__).with_name("invariants.json")
 WEIGHTS = {"digits": DIGITS, "tokens": ("epochs=1", "metrics=[]"), "images": IMAGES}
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of small JPEGs whose pixels are a function of their number."""
-    root = tmp_path_factory.mktemp("invariants") / "pictures"
-    for number in range(60):
-        folder = root / ("dark" if number % 2 else "light")
-        folder.mkdir(parents=True, exist_ok=True)
-        size = (40 + number, 70 - number // 2)
-        data = bytes((number * 7 + 13 * i + (i * i) // 5) % 256 for i in range(size[0] * size[1]))
-        Image.frombytes("L", size, data).convert("RGB").save(folder / f"{number:02}.jpg")
-    return root
 
 
 def machine() -> str:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from helpers.small_recipes import DIGITS, IMAGES
 from helpers.system import Running, here, last_saved, weights
@@ -86,14 +85,10 @@ def page(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pictures of two classes."""
+def root(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> Path:
+    """A folder with runs, and with a link to pictures of two classes."""
     path = tmp_path_factory.mktemp("layouts")
-    for number in range(60):
-        folder = path / "pictures" / ("dark" if number % 2 else "light")
-        folder.mkdir(parents=True, exist_ok=True)
-        data = bytes((number * 7 + 13 * i + (i * i) // 5) % 256 for i in range(70 * 60))
-        Image.frombytes("L", (70, 60), data).convert("RGB").save(folder / f"{number:02}.png")
+    (path / "pictures").symlink_to(pictures)
     return path
 
 

@@ -27,13 +27,6 @@ def draws() -> tuple[float, float, float]:
     return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
-@given(st.lists(words, max_size=4))
-def test_seed_is_a_function_of_its_facts(facts: list[int]) -> None:
-    seed = derive_seed("shard", *facts)
-    assert seed == derive_seed("shard", *facts)
-    assert 0 <= seed < 2**64
-
-
 def test_seeds_never_change() -> None:
     assert derive_seed("order", 0, 0) == 12174131014002871997
     assert derive_seed("sample", 0, 0) == 10275630656003848052

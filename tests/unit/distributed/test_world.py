@@ -1,7 +1,6 @@
 """Collectives of a world: lost connections, and values that arrive unchanged on every rank."""
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -159,20 +158,19 @@ def test_invalid_value_of_one_rank_ends_the_run() -> None:
     assert failed.value.exit_code == EXIT_INPUT
 
 
-@pytest.mark.parametrize("value", [{1}, b"x", object(), [torch.ones(2)], {(1, 2): 3}, {1: 2}, [({"a": {None: 0}},)]])
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    "value", [CYCLE, {1}, b"x", object(), [torch.ones(2)], {(1, 2): 3}, {1: 2}, [({"a": {None: 0}},)]]
+)
 def test_values_other_than_json_are_rejected(alone: World, value: Any) -> None:
     with pytest.raises(InputError, match="E_NOT_PICKLABLE"):
         samestep.all_gather(value, alone)
 
 
-def test_cycle_is_rejected(alone: World) -> None:
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    with pytest.raises(InputError, match="E_NOT_PICKLABLE"):
-        samestep.all_gather(cyclic, alone)
-
-
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
@@ -181,8 +179,3 @@ plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.
 def test_json_values_arrive_unchanged(alone: World, value: Any) -> None:
     (received,) = samestep.all_gather(value, alone)
     assert json.dumps(received) == json.dumps(value)
-
-
-def test_nan_arrives_unchanged(alone: World) -> None:
-    (received,) = samestep.all_gather(math.nan, alone)
-    assert math.isnan(received)
