@@ -136,16 +136,13 @@ def with_layout(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> to
     if tuple(tensor.stride()) == tuple(strides) and not offset:
         return tensor
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    memory = tensor.new_empty(offset + max(0, last) + 1).untyped_storage()
-    copy = tensor.new_empty(0)
+    memory = tensor.new_empty(offset + max(0, last) + 1)
+    # `data`: stages change received tensors in place, which autograd restricts for views.
+    placed = memory.as_strided(tensor.shape, strides, offset).data
     # Elements of a dimension with stride 0 share memory: one of them is written.
-    distinct = [
-        min(size, 1) if stride == 0 else size
-        for size, stride in zip(tensor.shape, strides, strict=True)
-    ]
-    copy.set_(memory, offset, distinct, strides)
-    copy.copy_(tensor[tuple(slice(size) for size in distinct)])
-    return copy.set_(memory, offset, tensor.shape, strides)
+    distinct = tuple(slice(None) if stride else slice(1) for stride in strides)
+    placed[distinct] = tensor[distinct]
+    return placed
 
 
 class Received(torch.autograd.Function):
