@@ -13,8 +13,8 @@ Decisions: docs/decisions/layouts.md
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -36,6 +36,7 @@ from samestep.strategies.tensor_slices import (
     join,
     spread,
 )
+from samestep.view.slots import Entry, replaced
 
 _PRODUCTS = (functional.linear, functional.embedding, torch.addmm)
 _ATTRIBUTES = ("dtype", "device", "requires_grad", "ndim", "is_cuda", "layout")
@@ -216,21 +217,15 @@ class TensorParallel:
         """Return the full tensor of a parameter, or of its optimizer state. A collective."""
         return self.slicing.join([local], place.dim)
 
-    @contextmanager
-    def divided_weights(self) -> Iterator[None]:
+    def divided_weights(self) -> AbstractContextManager[None]:
         """Let the module compute with the tensors in the places of local parameters."""
-        replaced = []
+        entries: list[Entry] = []
         for place in self.parameters.values():
-            value: Any = place.module._parameters[place.key]
-            replaced.append((place, value))
-            weight: Any = DividedWeight(value, place, self.slicing)
-            # In the table: `setattr` of a module accepts nothing but parameters there.
-            place.module._parameters[place.key] = weight
-        try:
-            yield
-        finally:
-            for place, value in replaced:
-                place.module._parameters[place.key] = value
+            # The table itself: `setattr` of a module accepts nothing but parameters there.
+            table = place.module._parameters
+            value: Any = table[place.key]
+            entries.append((table, place.key, value, DividedWeight(value, place, self.slicing)))
+        return replaced(entries)
 
 
 # --- plans ---------------------------------------------------------------------------------------
