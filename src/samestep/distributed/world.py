@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -218,40 +218,30 @@ def build_world(
     Raises:
         InputError: the strategy has no mesh for this number of ranks.
     """
-    shape = resolve_mesh(strategy, size)
-    mesh = None
-    data_world = None
-    if shape.splits_model:
-        from torch.distributed.tensor import _redistribute, debug  # slow to import
+    world = World(rank, size, device, session, strategy=strategy, timeout=timeout)
+    shape = world.mesh_shape
+    if not shape.splits_model:
+        return world
+    from torch.distributed.tensor import _redistribute, debug  # slow to import
 
-        # torch takes meshes with equal ranks and names for equal: its caches of an earlier world
-        # in this process would call groups that no longer exist, or other groups of these names.
-        debug._clear_python_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
-        ranks = torch.arange(shape.size).view(shape.sizes)
-        # Groups of our own: those that torch creates for a mesh have a timeout of 30 minutes.
-        axes = [
-            _create_groups(rank, ranks.movedim(axis, -1).reshape(-1, length), timeout)
-            for axis, length in enumerate(shape.sizes)
-        ]
-        mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=AXES)
-        if shape.data_size < size:
-            axes_of_data = [AXES.index("replicate"), AXES.index("shard")]
-            rows = ranks.movedim(axes_of_data, [-2, -1]).reshape(-1, shape.data_size)
-            group = _create_groups(rank, rows, timeout)
-            place = (dist.get_rank(group), dist.get_world_size(group))
-            data_world = World(*place, device, session, group, timeout=timeout)
-    return World(
-        rank,
-        size,
-        device,
-        session,
-        strategy=strategy,
-        mesh=mesh,
-        timeout=timeout,
-        data_world=data_world,
-    )
+    # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in
+    # this process would call groups that no longer exist, or other groups of these names.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    ranks = torch.arange(shape.size).view(shape.sizes)
+    # Groups of our own: those that torch creates for a mesh have a timeout of 30 minutes.
+    axes = [
+        _create_groups(rank, ranks.movedim(axis, -1).reshape(-1, length), timeout)
+        for axis, length in enumerate(shape.sizes)
+    ]
+    mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=AXES)
+    data_world = None
+    if shape.data_size < size:
+        axes_of_data = [AXES.index("replicate"), AXES.index("shard")]
+        rows = ranks.movedim(axes_of_data, [-2, -1]).reshape(-1, shape.data_size)
+        data_world = world.subworld(_create_groups(rank, rows, timeout))
+    return replace(world, mesh=mesh, data_world=data_world)
 
 
 def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
