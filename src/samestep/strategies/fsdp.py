@@ -56,8 +56,7 @@ class Sharded(Strategy):
     def __init__(self, *arguments: Any, is_exact: bool = False) -> None:
         super().__init__(*arguments)
         self.is_exact = is_exact
-        self._units: list[Unit] = []
-        self._gathers = Gathers(self._units)
+        self._gathers = Gathers()
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}
         self._parameters: ShardedParameters | None = None
         self._process = os.getpid()
@@ -91,7 +90,7 @@ class Sharded(Strategy):
         # Lists of parameters, as recurrent layers have.
         for container, key, _, divided in slots.entries(mapping):
             container[key] = divided
-        self._units += [
+        self._gathers.units += [
             Unit(part, own_class, self._gathers)
             for part, own_class in classes.items()
             if isinstance(part, FSDPModule)
@@ -133,7 +132,7 @@ class Sharded(Strategy):
             return tree_map_only(DTensor, gathered, arguments)
 
     def parameters(self, call: Call) -> CallParameters:
-        for unit in self._units:
+        for unit in self._gathers.units:
             unit.refresh()
         complete = [one for one in call.parameters() if not isinstance(one, DTensor)]
         divided = [one for one in call.parameters() if isinstance(one, DTensor)]
@@ -143,10 +142,9 @@ class Sharded(Strategy):
                 call.module,
                 divided,
                 complete,
-                strategy=self,
-                units=self._units,
-                gathers=self._gathers,
-                before_reduction=self._before_reduction,
+                self._gathers,
+                self.reduction,
+                self._before_reduction,
             )
         # Calls of one training mode gather the same units, in one order.
         self._gathers.begin_call((call.module.training, torch.is_grad_enabled()))
