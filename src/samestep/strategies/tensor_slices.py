@@ -25,8 +25,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.microbatches import owned_microbatches
-from samestep.reduce.exact import MicrobatchTree, gather_equal, tree_all_reduce
+from samestep.reduce.exact import ExactReduction, gather_equal
 from samestep.view.crossings import crossing
 
 ALIGNMENT = 64  # bytes, as of new memory on CPUs; matrix products can depend on it
@@ -48,8 +47,8 @@ class Slicing:
     def __init__(self, count: int, world: World) -> None:
         self.count = count
         self._world = world
-        self.owned = owned_microbatches(count, world.size, world.rank)
-        self._tree = MicrobatchTree(count)
+        self._sums = ExactReduction(world, count)
+        self.owned = self._sums.own
 
     @property
     def rank(self) -> int:
@@ -79,20 +78,7 @@ class Slicing:
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of the values of all slices in tree order. A collective."""
-        numbered = zip(self.owned, parts, strict=True)
-        values = {(number, number + 1): part for number, part in numbered}
-        sums: dict[tuple[int, int], torch.Tensor] = {}
-        for node in self._tree.cover(self._world.rank, self._world.size):
-            sums |= self._tree.merge(node, values, torch.add)
-        subtree_sums = [total.contiguous() for total in sums.values()]
-        if self._world.size == 1:
-            return subtree_sums[0]
-        # Cloned: the collective adds in place, and a value of one slice belongs to the caller.
-        flat = [
-            total.flatten().clone() if total is parts[0] else total.view(-1)
-            for total in subtree_sums
-        ]
-        return tree_all_reduce(self._world, self._tree, flat).view(parts[0].shape)
+        return self._sums.sum(parts)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
