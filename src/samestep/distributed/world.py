@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.torch_errors import is_lost_connection
 from samestep.errors import InputError, PeerLostError
+
+Result = TypeVar("Result")
 
 # Of the first message of `all_gather`.
 _LENGTH_BYTES = 8
@@ -185,8 +187,8 @@ class World:
         if self.group is None or self.is_private:
             self.session.collective_check.begin_collective(collective)
 
-    def run_collective(self, collective: Callable[[], Any], name: str) -> None:
-        """Run a collective, with `name` in the status of this rank.
+    def run_collective(self, collective: Callable[[], Result], name: str) -> Result:
+        """Return the result of a collective, with `name` in the status of this rank.
 
         Raises:
             PeerLostError: the backend cannot reach another rank.
@@ -194,7 +196,7 @@ class World:
         """
         try:
             with self.session.status.waiting(name):
-                collective()
+                return collective()
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise

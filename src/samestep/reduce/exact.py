@@ -190,21 +190,19 @@ def tree_all_reduce(
         step = -(-length // (world.size * _ALIGNMENT)) * _ALIGNMENT
         starts = [min(rank * step, length) for rank in range(world.size + 1)]
         slices = [slice(*starts[rank : rank + 2]) for rank in range(world.size)]
-    total = first
 
-    def exchange() -> None:
-        nonlocal total
+    def exchange() -> torch.Tensor:
         values: dict[Node, torch.Tensor] = {}
         covers = tree.covers(world.size)
         rows = _own_slices(world, covers, subtree_sums, slices)
         for cover, vectors in zip(covers, rows, strict=True):
             values |= zip(cover, vectors, strict=True)
         total = tree.sum(values, lambda left, right: right.add_(left))
-        if not is_small:
-            total = _all_slices(world, total, slices, length)
+        if is_small:
+            return total
+        return _all_slices(world, total, slices, length)
 
-    world.run_collective(exchange, "a tree all-reduce")
-    return total
+    return world.run_collective(exchange, "a tree all-reduce")
 
 
 def _own_slices(
