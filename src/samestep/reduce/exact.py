@@ -54,11 +54,6 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
 
         return descend((0, self.microbatches))
 
-    @lru_cache(maxsize=4096)  # noqa: B019
-    def covers(self, ranks: int) -> tuple[tuple[Node, ...], ...]:
-        """Return the largest subtrees of each rank."""
-        return tuple(self.cover(rank, ranks) for rank in range(ranks))
-
     def merge(
         self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]
     ) -> dict[Node, T]:
@@ -193,7 +188,7 @@ def tree_all_reduce(
 
     def exchange() -> torch.Tensor:
         values: dict[Node, torch.Tensor] = {}
-        covers = tree.covers(world.size)
+        covers = [tree.cover(rank, world.size) for rank in range(world.size)]
         rows = _own_slices(world, covers, subtree_sums, slices)
         for cover, vectors in zip(covers, rows, strict=True):
             values |= zip(cover, vectors, strict=True)
