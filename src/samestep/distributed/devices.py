@@ -61,7 +61,7 @@ def accelerator_module() -> Any:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what rounding depends on, in addition to the code: device, torch, intra-op threads."""
+    """Return the facts on which rounding depends beside the code: device, torch, threads."""
     import torch
 
     if is_accelerator(device):

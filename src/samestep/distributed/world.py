@@ -38,7 +38,7 @@ _TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has 
 
 @dataclass(frozen=True)
 class Session:
-    """What one `samestep.init` has in this process beside its ranks; all its worlds share it."""
+    """State of one `samestep.init` in this process beside its ranks; all its worlds share it."""
 
     status: RankStatus  # current activity of this rank, read by the launcher
     stop: StopRequest  # request to end at the next step boundary
