@@ -107,4 +107,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults-page", action="store_true", help="write docs/reference/faults.md from the observations")
     parser.addoption("--record-invariants", action="store_true", help="write tests/parity/invariants.json")
-    parser.addoption("--exactness-page", action="store_true", help="write the table of docs/concepts/exactness.md")

@@ -17,6 +17,8 @@ from samestep.global_view import joined_view
 from samestep.launcher.process_state import process_state
 from samestep.view.view import ViewOfBatches
 
+# Not from the signature of `DataLoader`: an argument that a later torch adds must be refused, not
+# ignored.
 _LOADER_DEFAULTS: dict[str, Any] = {
     "batch_size": 1,
     "shuffle": None,

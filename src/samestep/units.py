@@ -64,5 +64,6 @@ def plural(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`, `2 processes`, `2 microbatches`."""
     if number == 1:
         return f"1 {noun}"
+    # `batches` and `processes`, but `epochs`.
     ending = "es" if noun.endswith(("s", "tch")) else "s"
     return f"{number} {noun}{ending}"

@@ -1,12 +1,13 @@
 """Certificates of the shipped recipes on up to eight processes, also killed and resumed."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
+from helpers.small_recipes import IMAGES
 from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
 from samestep.recipes.recipe_files import make_recipe, recipe_data
@@ -14,31 +15,45 @@ from samestep.recipes.recipe_files import make_recipe, recipe_data
 EIGHT = (1, 2, 3, 4, 5, 8)
 # Equal bits with every reduction.
 EXACT_ALWAYS = ("order of samples", "inputs as augmented", "targets", "learning rates")
+GPT2, BERT, ROBERTA = (
+    f"transformers:{name}"
+    for name in ("GPT2LMHeadModel", "BertForSequenceClassification", "RobertaForSequenceClassification")
+)
+LANGUAGE = (
+    "language",
+    "data.options.train_tokens=2000",
+    "data.options.evaluation_tokens=300",
+    *(f"model.options.{option}" for option in ("n_embd=16", "n_head=2", "n_layer=1")),
+)
 
 
 @pytest.fixture(scope="module")
-def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of JPEGs of different sizes."""
-    root = tmp_path_factory.mktemp("images") / "pictures"
-    for number in range(60):
-        folder = root / ("dark" if number % 2 else "light")
-        folder.mkdir(parents=True, exist_ok=True)
-        shade = 40 + number if number % 2 else 150 + number
-        Image.effect_noise((40 + number, 70 - number // 2), shade).convert("RGB").save(folder / f"{number:02}.jpg")
-    return root
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table of texts of many lengths, one of them unusable."""
+    path = tmp_path_factory.mktemp("texts") / "table.csv"
+    rows = [(f"it was {'very ' * (i % 11)}{'good' if i % 2 else 'bad'}, {i}", i % 2) for i in range(70)]
+    rows[11] = ("", 1)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), *rows])
+    return path
 
 
-def recipe_of(name: str, image_folder: Path) -> tuple[str, ...]:
-    """Return the arguments of a shipped recipe; small images and a small model keep the run short."""
+@pytest.fixture
+def recipe(name: str, pictures: Path, table: Path) -> tuple[str, ...]:
+    """Arguments of a shipped recipe; small inputs and a small model keep the run short."""
+    if name == "language":
+        return (*LANGUAGE, "model.options.dropout=0.1")
+    if name == GPT2:
+        return (*LANGUAGE, f"model.name={GPT2}")
+    if name in (BERT, ROBERTA):
+        sizes = "{hidden_size: 16, intermediate_size: 64, num_attention_heads: 2, num_hidden_layers: 1}"
+        data = (f"data.options.path={table}", "data.options.longest=48", "data.bad_samples=skip", "batch_size=16")
+        return ("texts", *data, f"model={{name: '{name}', options: {sizes}}}", "metrics=[]")
+    path = f"data.options.path={pictures}"
     if name.startswith("vit"):
         model = [f"model.options.{option}" for option in ("img_size=32", "patch_size=8", "depth=2")]
-        settings = (f"data.options.path={image_folder}", "data.options.image_size=32", "batch_size=22", "metrics=[]")
-        return (name, *settings, *model)
-    if name != "images":
-        return (name,)
-    folder = f"data.options.path={image_folder}"
-    settings = (folder, "data.options.image_size=64", "batch_size=24", "microbatches=8", "metrics=[]")
-    return (name, *settings, "model.name=torchvision:resnet18")
+        return (name, path, "data.options.image_size=32", "batch_size=22", "metrics=[]", *model)
+    return (name, path, *IMAGES) if name == "images" else (name,)
 
 
 def certificate(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> dict[str, Any]:
@@ -58,34 +73,25 @@ def certificate(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: ob
         ("digits", (1, 3, 8)),
         pytest.param("images", (1, 2, 3, 4), marks=pytest.mark.long),
         pytest.param("tokens", EIGHT, marks=pytest.mark.long),
-        pytest.param("vit_tiny_patch16_224", (1, 2, 3), marks=pytest.mark.long),
+        *(
+            pytest.param(name, (1, 2, 3), marks=pytest.mark.long)
+            for name in ("vit_tiny_patch16_224", ROBERTA, BERT, GPT2)
+        ),
+        ("language", (1, 2, 3)),
     ],
 )
 def test_exact_reduction_gives_equal_bits_also_after_a_kill(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, image_folder: Path, name: str, processes: tuple[int, ...]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, recipe: tuple[str, ...], processes: tuple[int, ...]
 ) -> None:
-    recipe = recipe_of(name, image_folder)
     counts = ",".join(map(str, processes))
-    data = certificate(
-        capsys,
-        tmp_path,
-        *recipe,
-        "--processes",
-        counts,
-        "--exact",
-        "--steps",
-        "2",
-        "--kill-at",
-        "2",
-        "--resume-on",
-        "3",
-    )
+    options = ("--exact", "--steps", 2, "--kill-at", 2, "--resume-on", 3)
+    data = certificate(capsys, tmp_path, *recipe, "--processes", counts, *options)
     assert [run["processes"] for run in data["comparisons"]] == [
         *(f"{number} processes" for number in processes[1:]),
         *(f"{number}, killed in step 2, then 3" for number in processes),
     ]
     for run in data["comparisons"]:
-        assert set(run["quantities"].values()) <= {"bits", "-"}  # - : the token model has no buffers
+        assert set(run["quantities"].values()) <= {"bits", "-"}  # - : some models have no buffers
         assert run["first_difference"] is None
 
 
@@ -95,12 +101,10 @@ def test_exact_reduction_gives_equal_bits_also_after_a_kill(
     "name", ["tokens", *(pytest.param(name, marks=pytest.mark.long) for name in ("digits", "images"))]
 )
 def test_fast_reduction_differs_by_rounding_in_float64(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, image_folder: Path, name: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, recipe: tuple[str, ...]
 ) -> None:
-    recipe = recipe_of(name, image_folder)
-    data = certificate(
-        capsys, tmp_path, *recipe, "--processes", "1,3,4", "--steps", "2", "step.reduction=fast", "--double"
-    )
+    options = ("--processes", "1,3,4", "--steps", 2, "step.reduction=fast", "--double")
+    data = certificate(capsys, tmp_path, *recipe, *options)
     assert (data["double"], data["level"], data["modules"][0]["reduction"]) == (True, "rounding", "fast")
     for run in data["comparisons"]:
         for quantity in EXACT_ALWAYS:

@@ -1,4 +1,4 @@
-"""Weights and certificates of shipped recipes equal the values recorded on this type of machine.
+"""Weights of shipped recipes equal the values recorded on this type of machine.
 
 Bits depend on the processor type, its instruction set and the torch version, so values are recorded for each such
 combination in `invariants.json`. On a machine without recorded values only the equality between process counts is
@@ -12,45 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from helpers.small_recipes import DIGITS, IMAGES
-from helpers.system import answer, here, weights
+from helpers.system import here, weights
 from samestep.errors import EXIT_DONE
 
 RECORDED = Path(__file__).with_name("invariants.json")
-WEIGHTS = {
-    "digits": DIGITS,
-    "tokens": ("epochs=1", "metrics=[]"),
-    "images": IMAGES,
-}
-CERTIFICATES = {
-    "digits": (),
-    "tokens": (),
-    "images": WEIGHTS["images"],
-    "language": ("data.options.train_tokens=4096", "data.options.evaluation_tokens=1024"),
-    "vit_tiny_patch16_224": (
-        "data.options.image_size=32",
-        "model.options.img_size=32",
-        "model.options.patch_size=8",
-        "model.options.depth=2",
-        "batch_size=22",
-        "metrics=[]",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of small JPEGs whose pixels are a function of their number."""
-    root = tmp_path_factory.mktemp("invariants") / "pictures"
-    for number in range(60):
-        folder = root / ("dark" if number % 2 else "light")
-        folder.mkdir(parents=True, exist_ok=True)
-        size = (40 + number, 70 - number // 2)
-        data = bytes((number * 7 + 13 * i + (i * i) // 5) % 256 for i in range(size[0] * size[1]))
-        Image.frombytes("L", size, data).convert("RGB").save(folder / f"{number:02}.jpg")
-    return root
+WEIGHTS = {"digits": DIGITS, "tokens": ("epochs=1", "metrics=[]"), "images": IMAGES}
 
 
 def machine() -> str:
@@ -78,12 +46,6 @@ def expect(request: pytest.FixtureRequest, key: str, value: Any) -> None:
         assert of_machine[key] == value
 
 
-def overrides(name: str, settings: tuple[str, ...], pictures: Path) -> list[str]:
-    if name in ("images", "vit_tiny_patch16_224"):
-        settings = (*settings, f"data.options.path={pictures}")
-    return list(settings)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["digits", pytest.param("tokens", marks=pytest.mark.long), pytest.param("images", marks=pytest.mark.long)]
@@ -91,7 +53,7 @@ def overrides(name: str, settings: tuple[str, ...], pictures: Path) -> list[str]
 def test_weights_on_1_2_and_3_processes(
     request: pytest.FixtureRequest, tmp_path: Path, pictures: Path, name: str
 ) -> None:
-    arguments = overrides(name, WEIGHTS[name], pictures)
+    arguments = [*WEIGHTS[name], *([f"data.options.path={pictures}"] if name == "images" else [])]
     digests = []
     for processes in (1, 2, 3):
         command = ("train", name, "--exact", "--processes", processes, "--name", f"on-{processes}", *arguments)
@@ -99,45 +61,3 @@ def test_weights_on_1_2_and_3_processes(
         digests.append(weights(tmp_path / "runs" / f"on-{processes}"))
     assert digests[0] == digests[1] == digests[2]
     expect(request, f"weights of {name}", list(digests[0]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "digits" else [pytest.mark.long]) for name in CERTIFICATES],
-)
-def test_certificate(
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    pictures: Path,
-    name: str,
-) -> None:
-    arguments = overrides(name, CERTIFICATES[name], pictures)
-    command = (
-        "verify",
-        name,
-        "--processes",
-        "1,3",
-        "--exact",
-        "--steps",
-        "2",
-        "--json",
-        "--out",
-        tmp_path,
-        *arguments,
-    )
-    assert here(*command, cwd=tmp_path) == EXIT_DONE
-    certificate = answer(capsys)
-    [comparison] = certificate["comparisons"]
-    for part in ("quantities", "compared"):  # the files of a recipe's run are no quantity of its training
-        comparison[part].pop("written files", None)
-    verdicts = [
-        certificate["holds"],
-        certificate["level"],
-        certificate["steps"],
-        certificate["samples"],
-        list(comparison["quantities"].values()),
-        list(comparison["compared"].values()),
-    ]
-    expect(request, f"certificate of {name}", verdicts)

@@ -1,46 +1,16 @@
-"""Layouts under `--exact` have the bits of one process. `--exactness-page` writes docs/concepts/exactness.md.
+"""Layouts under `--exact` have the bits of one process: the table of docs/concepts/exactness.md.
 
 Layouts with a tensor axis are compared with one process that divides its products into as many slices.
 """
 
 import signal
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from helpers.small_recipes import DIGITS, IMAGES
 from helpers.system import Running, here, last_saved, weights
 from samestep.errors import EXIT_DONE
-
-PAGE = Path(__file__).parents[2] / "docs/concepts/exactness.md"
-_HEADING = "## Layouts"
-
-
-def write_table(recipes: Sequence[str], layouts: Sequence[str], held: Sequence[tuple[str, str, str, int]]) -> None:
-    """Replace the table below the heading `Layouts`; the text around it is unchanged.
-
-    Args:
-        recipes: the columns.
-        layouts: the rows.
-        held: recipe, precision, layout and number of ranks with the bits of one process.
-    """
-    rows = [["layout", "precision", *recipes], ["---"] * (2 + len(recipes))]
-    for layout in layouts:
-        for precision in ("fp32", "bf16"):
-            cells = [
-                ", ".join(str(ranks) for *case, ranks in held if case == [recipe, precision, layout])
-                for recipe in recipes
-            ]
-            if any(cells):
-                rows.append([f"`{layout}`", precision, *cells])
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    first = next(number for number in range(lines.index(_HEADING), len(lines)) if lines[number].startswith("|"))
-    end = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
-    lines[first:end] = ["| " + " | ".join(row) + " |" for row in rows]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
 
 # Settings of each recipe, and the division of its products.
 RECIPES = {
@@ -74,26 +44,13 @@ CASES = [
     for ranks in meshes
     if precision == "fp32" or ranks in IN_BF16
 ]
-_held: list[tuple[str, str, str, int]] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def page(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if request.config.getoption("--exactness-page"):
-        assert _held == CASES, "the page is written from all cases"
-        write_table(list(RECIPES), list(LAYOUTS), _held)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pictures of two classes."""
+def root(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> Path:
+    """A folder with runs, and with a link to pictures of two classes."""
     path = tmp_path_factory.mktemp("layouts")
-    for number in range(60):
-        folder = path / "pictures" / ("dark" if number % 2 else "light")
-        folder.mkdir(parents=True, exist_ok=True)
-        data = bytes((number * 7 + 13 * i + (i * i) // 5) % 256 for i in range(70 * 60))
-        Image.frombytes("L", (70, 60), data).convert("RGB").save(folder / f"{number:02}.png")
+    (path / "pictures").symlink_to(pictures)
     return path
 
 
@@ -129,7 +86,6 @@ def trained(root: Path, recipe: str, precision: str, layout: str, ranks: int) ->
 def test_layout_has_the_bits_of_one_process(root: Path, recipe: str, precision: str, layout: str, ranks: int) -> None:
     alone = trained(root, recipe, precision, "tp" if has_slices(layout) else "ddp", 1)
     assert trained(root, recipe, precision, layout, ranks) == alone
-    _held.append((recipe, precision, layout, ranks))
 
 
 @pytest.mark.long

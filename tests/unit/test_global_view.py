@@ -335,10 +335,6 @@ def test_no_sync_of_a_module_that_is_not_divided_changes_nothing() -> None:
     assert parallel_module(module) is None
 
 
-def test_public_names() -> None:
-    assert samestep.no_sync is no_sync
-
-
 EXACT = """
 import torch
 import samestep

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from samestep.errors import InputError, RunError, SamestepError
 
-_OWN_PRECISION = "parameters and gradients in their own precision with this reduction"
 _WITHOUT_DECAY = "optimizer.layer_decay=null"
 
 
@@ -31,17 +30,10 @@ class Exclusion(NamedTuple):
 
 EXCLUSIONS = (
     Exclusion(
-        ("reduction", "gather"),
-        lambda reduction, gather: reduction == "exact" and gather != "fp32",
-        "samestep.parallel: reduction={!r} with gather={!r}",
-        _OWN_PRECISION,
-        "gather='fp32'",
-    ),
-    Exclusion(
         ("reduction", "hook"),
         lambda reduction, hook: reduction == "exact" and hook != "none",
         "samestep.parallel: reduction={!r} with hook={!r}",
-        _OWN_PRECISION,
+        "gradients in their own precision with this reduction",
         "hook='none'",
     ),
     Exclusion(

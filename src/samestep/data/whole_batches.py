@@ -257,7 +257,7 @@ class WholeBatches:
             if isinstance(one, torch.Generator) and id(one) not in seen:
                 seen.add(id(one))
                 set_state: Any = one.set_state  # which returns the generator
-                generators.append(PassedGenerator(one.get_state, set_state, lambda: 0.0))
+                generators.append(PassedGenerator(one.get_state, set_state))
         return generators
 
     def _iterator(self) -> _BaseDataLoaderIter:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep.config import DeviceKind, StrategyConfig, resolve_mesh
 from samestep.config.exclusions import require_compatible
-from samestep.distributed.env import Sharing, prepare_shared_nccl
-from samestep.distributed.logging import logger
+from samestep.distributed.env import Sharing
 from samestep.errors import InputError
 from samestep.units import plural
 
@@ -62,7 +61,7 @@ def accelerator_module() -> Any:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what rounding depends on, in addition to the code: device, torch, intra-op threads."""
+    """Return the facts on which rounding depends beside the code: device, torch, threads."""
     import torch
 
     if is_accelerator(device):
@@ -369,19 +368,6 @@ def gpu_names() -> list[str]:
     """Return the names of the visible GPUs, in torch's order."""
     module = accelerator_module()
     return [module.get_device_name(number) for number in range(module.device_count())]
-
-
-def share_gpus_by_nccl(rank: int, *, loopback: bool) -> None:
-    """Let NCCL connect ranks that share GPUs, all on this machine with `loopback`.
-
-    Call before NCCL is used.
-    """
-    prepare_shared_nccl(rank, loopback=loopback)
-    if rank == 0:
-        logger.warning(
-            "ranks that share a GPU send messages through sockets of NCCL: times of messages mean "
-            "nothing"
-        )
 
 
 def gpu_stats(device: torch.device) -> dict[str, Any] | None:

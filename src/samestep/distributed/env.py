@@ -202,8 +202,8 @@ def relevant_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(names)}
 
 
-def environment_copy() -> dict[str, str]:
-    """Return the whole environment."""
+def all_variables() -> dict[str, str]:
+    """Return a copy of the environment of this process."""
     return dict(os.environ)
 
 
@@ -275,11 +275,6 @@ def set_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def all_variables() -> dict[str, str]:
-    """Return a copy of this process's environment."""
-    return dict(os.environ)
-
-
 def changed_variables(before: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables that differ from those of `before`; None stands for removed ones."""
     return {
@@ -303,11 +298,7 @@ def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        set_environment(before)
 
 
 @contextmanager

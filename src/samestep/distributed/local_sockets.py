@@ -65,9 +65,8 @@ class LocalSockets:
                 for peer, pieces in list(streams.items()):
                     if (piece := next(pieces, None)) is None:
                         del streams[peer]
-                        continue
-                    for data in piece:
-                        transfer(peer, data)
+                    else:
+                        transfer(peer, piece)
 
     def all_gather(self, own: torch.Tensor, rows: torch.Tensor, ranks: Sequence[int]) -> None:
         """Write the tensors of all `ranks`, this one among them, to `rows`; each of them calls it.
@@ -92,7 +91,7 @@ class LocalSockets:
         received = [(rows[number], rank) for number, rank in others]
         self.exchange([(own, rank) for _, rank in others], received)
 
-    def _streams(self, messages: Messages) -> dict[int, Iterator[list[memoryview]]]:
+    def _streams(self, messages: Messages) -> dict[int, Iterator[memoryview]]:
         """Return the pieces of the messages of each peer."""
         data: dict[int, list[memoryview]] = {}
         for tensor, rank in messages:
@@ -138,22 +137,11 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # of numpy
 
 
-def _pieces(messages: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Divide a stream of messages into pieces, the last of which may be shorter."""
-    piece = list[memoryview]()
-    room = _PIECE_BYTES
+def _pieces(messages: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Divide messages into pieces, of which the last one of a message may be shorter."""
     for data in messages:
-        rest = data
-        while rest:
-            piece.append(rest[:room])
-            rest = rest[room:]
-            room = room - len(piece[-1])
-            if room == 0:
-                yield piece
-                piece = []
-                room = _PIECE_BYTES
-    if piece:
-        yield piece
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield data[start : start + _PIECE_BYTES]
 
 
 def connect_locally(

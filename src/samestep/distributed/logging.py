@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from samestep.errors import printable
 
@@ -19,17 +18,6 @@ class _PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which ranks and tests replace."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
 
 
 def plain_console(**options: Any) -> Console:
@@ -50,6 +38,7 @@ def configure_logging(rank: int | None = None) -> None:
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.handlers and (rank is None or not logger.hasHandlers()):
-        handler = _StderrHandler()
+        # Private: writes to the current `sys.stderr`, which ranks and tests replace.
+        handler = logging._StderrHandler()  # type: ignore[attr-defined]
         handler.setFormatter(_PrintableFormatter("%(message)s"))
         logger.addHandler(handler)

@@ -99,24 +99,19 @@ class PassedGenerator:
 
     state: Callable[[], torch.Tensor]  # uint8 on the CPU, of one length
     set_state: Callable[[torch.Tensor], None]
-    fingerprint: Callable[[], float]  # a number that depends on the state; may draw
 
 
 def passed_generators(device: torch.device) -> list[PassedGenerator]:
     """Return the generators that `seed_generators` seeds."""
-    number = torch.empty((), dtype=torch.int64)
     generators = [
-        PassedGenerator(torch.get_rng_state, torch.set_rng_state, lambda: int(number.random_())),
-        PassedGenerator(_python_state, _set_python_state, lambda: random.getrandbits(64)),
-        PassedGenerator(_numpy_state, _set_numpy_state, numpy.random.random_sample),
+        PassedGenerator(torch.get_rng_state, torch.set_rng_state),
+        PassedGenerator(_python_state, _set_python_state),
+        PassedGenerator(_numpy_state, _set_numpy_state),
     ]
     if is_accelerator(device):
         state = partial(accelerator_module().get_rng_state, device)
         restore = partial(accelerator_module().set_rng_state, device=device)
-        # Of 16 bytes: seed and offset. A draw would wait for the device.
-        generators.append(
-            PassedGenerator(state, restore, lambda: int.from_bytes(_bytes(state()), "little"))
-        )
+        generators.append(PassedGenerator(state, restore))
     return generators
 
 

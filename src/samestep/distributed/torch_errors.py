@@ -107,6 +107,7 @@ def is_lost_connection(error: BaseException) -> bool:
     if is_backend_error(error):
         return _LOST_BY_NCCL.search(str(error)) is not None
     distributed = sys.modules["torch.distributed"]
+    # Not subclasses of RuntimeError, whose texts can have one of these words by chance.
     return isinstance(error, distributed.DistError) or (
         type(error) is RuntimeError and _LOST_BY_GLOO.search(str(error)) is not None
     )
@@ -151,6 +152,7 @@ def fix_lines(error: BaseException) -> Iterator[str]:
             yield f"fix:      {MEMORY_FIX}"
     elif is_backend_error(error):
         matches = (fix for text, fix in _BACKEND_FIXES if re.search(text, message, re.IGNORECASE))
+        # One fix: the table begins with causes, and ends with classes of errors.
         yield from (f"fix:      {fix}" for fix in list(matches)[:1])
     for fix in resource_fixes(message):
         yield f"fix:      {fix}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.torch_errors import is_lost_connection
 from samestep.errors import InputError, PeerLostError
 
+Result = TypeVar("Result")
+
 # Of the first message of `all_gather`.
 _LENGTH_BYTES = 8
 _FEW_DATA_BYTES = 504
@@ -36,7 +38,7 @@ _TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has 
 
 @dataclass(frozen=True)
 class Session:
-    """What one `samestep.init` has in this process beside its ranks; all its worlds share it."""
+    """State of one `samestep.init` in this process beside its ranks; all its worlds share it."""
 
     status: RankStatus  # current activity of this rank, read by the launcher
     stop: StopRequest  # request to end at the next step boundary
@@ -185,8 +187,8 @@ class World:
         if self.group is None or self.is_private:
             self.session.collective_check.begin_collective(collective)
 
-    def run_collective(self, collective: Callable[[], Any], name: str) -> None:
-        """Run a collective, with `name` in the status of this rank.
+    def run_collective(self, collective: Callable[[], Result], name: str) -> Result:
+        """Return the result of a collective, with `name` in the status of this rank.
 
         Raises:
             PeerLostError: the backend cannot reach another rank.
@@ -194,7 +196,7 @@ class World:
         """
         try:
             with self.session.status.waiting(name):
-                collective()
+                return collective()
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
@@ -218,40 +220,30 @@ def build_world(
     Raises:
         InputError: the strategy has no mesh for this number of ranks.
     """
-    shape = resolve_mesh(strategy, size)
-    mesh = None
-    data_world = None
-    if shape.splits_model:
-        from torch.distributed.tensor import _redistribute, debug  # slow to import
+    world = World(rank, size, device, session, strategy=strategy, timeout=timeout)
+    shape = world.mesh_shape
+    if not shape.splits_model:
+        return world
+    from torch.distributed.tensor import _redistribute, debug  # slow to import
 
-        # torch takes meshes with equal ranks and names for equal: its caches of an earlier world
-        # in this process would call groups that no longer exist, or other groups of these names.
-        debug._clear_python_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
-        ranks = torch.arange(shape.size).view(shape.sizes)
-        # Groups of our own: those that torch creates for a mesh have a timeout of 30 minutes.
-        axes = [
-            _create_groups(rank, ranks.movedim(axis, -1).reshape(-1, length), timeout)
-            for axis, length in enumerate(shape.sizes)
-        ]
-        mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=AXES)
-        if shape.data_size < size:
-            axes_of_data = [AXES.index("replicate"), AXES.index("shard")]
-            rows = ranks.movedim(axes_of_data, [-2, -1]).reshape(-1, shape.data_size)
-            group = _create_groups(rank, rows, timeout)
-            place = (dist.get_rank(group), dist.get_world_size(group))
-            data_world = World(*place, device, session, group, timeout=timeout)
-    return World(
-        rank,
-        size,
-        device,
-        session,
-        strategy=strategy,
-        mesh=mesh,
-        timeout=timeout,
-        data_world=data_world,
-    )
+    # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in
+    # this process would call groups that no longer exist, or other groups of these names.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    ranks = torch.arange(shape.size).view(shape.sizes)
+    # Groups of our own: those that torch creates for a mesh have a timeout of 30 minutes.
+    axes = [
+        _create_groups(rank, ranks.movedim(axis, -1).reshape(-1, length), timeout)
+        for axis, length in enumerate(shape.sizes)
+    ]
+    mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=AXES)
+    data_world = None
+    if shape.data_size < size:
+        axes_of_data = [AXES.index("replicate"), AXES.index("shard")]
+        rows = ranks.movedim(axes_of_data, [-2, -1]).reshape(-1, shape.data_size)
+        data_world = world.subworld(_create_groups(rank, rows, timeout))
+    return replace(world, mesh=mesh, data_world=data_world)
 
 
 def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:

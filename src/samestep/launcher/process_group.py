@@ -18,11 +18,11 @@ from samestep.distributed.devices import (
     is_accelerator,
     require_default_device,
     select_first_device,
-    share_gpus_by_nccl,
 )
 from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.env import (
     Sharing,
+    prepare_shared_nccl,
     prepare_torch_environment,
     read_environment,
     read_rank_place,
@@ -142,7 +142,7 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
     if is_accelerator(device):
         backend = f"cpu:gloo,{ACCELERATOR}:{sharing or 'nccl'}"
         if sharing == "nccl":
-            share_gpus_by_nccl(rank, loopback=is_local)
+            prepare_shared_nccl(rank, loopback=is_local)
     with rank_status.operation("samestep.init()"), rank_status.waiting("the rendezvous"):
         store, job, hang_after = _find_ranks(rank_place, options.timeout)
         limit = timedelta(seconds=hang_after)

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.local_sockets import Messages
 from samestep.distributed.world import World
 from samestep.microbatches import owned_microbatches
 from samestep.reduce.fast import Node
 
 Additions = tuple[tuple[Node, tuple[Node, Node]], ...]  # sums with their operands
 T = TypeVar("T")
-Messages = list[tuple[torch.Tensor, int]]  # with the rank of the peer
 
 # Up to this size, the number of messages costs more than their length (measured on loopback with 4
 # ranks).
@@ -53,11 +53,6 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
             return descend(left) + descend(right)
 
         return descend((0, self.microbatches))
-
-    @lru_cache(maxsize=4096)  # noqa: B019
-    def covers(self, ranks: int) -> tuple[tuple[Node, ...], ...]:
-        """Return the largest subtrees of each rank."""
-        return tuple(self.cover(rank, ranks) for rank in range(ranks))
 
     def merge(
         self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]
@@ -190,21 +185,19 @@ def tree_all_reduce(
         step = -(-length // (world.size * _ALIGNMENT)) * _ALIGNMENT
         starts = [min(rank * step, length) for rank in range(world.size + 1)]
         slices = [slice(*starts[rank : rank + 2]) for rank in range(world.size)]
-    total = first
 
-    def exchange() -> None:
-        nonlocal total
+    def exchange() -> torch.Tensor:
         values: dict[Node, torch.Tensor] = {}
-        covers = tree.covers(world.size)
+        covers = [tree.cover(rank, world.size) for rank in range(world.size)]
         rows = _own_slices(world, covers, subtree_sums, slices)
         for cover, vectors in zip(covers, rows, strict=True):
             values |= zip(cover, vectors, strict=True)
         total = tree.sum(values, lambda left, right: right.add_(left))
-        if not is_small:
-            total = _all_slices(world, total, slices, length)
+        if is_small:
+            return total
+        return _all_slices(world, total, slices, length)
 
-    world.run_collective(exchange, "a tree all-reduce")
-    return total
+    return world.run_collective(exchange, "a tree all-reduce")
 
 
 def _own_slices(
@@ -272,6 +265,19 @@ def communicate(world: World, sent: Messages, received: Messages) -> None:
         world.sockets.exchange(sent, received)
     else:
         _exchange(world, sent, received)
+
+
+def gather_equal(
+    world: World, own: torch.Tensor, ranks: Sequence[int], name: str
+) -> list[torch.Tensor]:
+    """Return tensors of one size of some ranks, by rank; each of them, this one too, calls this."""
+    own = own.contiguous()
+    tensors = {rank: torch.empty_like(own) for rank in ranks if rank != world.rank}
+    sent = [(own, rank) for rank in tensors]
+    received = [(tensor, rank) for rank, tensor in tensors.items()]
+    world.run_collective(lambda: communicate(world, sent, received), name)
+    tensors[world.rank] = own
+    return [tensors[rank] for rank in ranks]
 
 
 def _communicate_staged(world: World, sent: Messages, received: Messages) -> None:

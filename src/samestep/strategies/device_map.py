@@ -58,6 +58,7 @@ def apply_device_map(model: nn.Module, world: World) -> None:
     """
     config = world.strategy
     devices = rank_devices(config.name, config.devices, world.device, world.size)
+    # With duplicates: a pattern may name any place of a module that stands in several.
     modules = dict(model.named_modules(remove_duplicate=False))
     if not config.place:
         raise _device_map_error(
@@ -77,6 +78,7 @@ def apply_device_map(model: nn.Module, world: World) -> None:
     model.register_forward_pre_hook(mover.begin)
     for name, module in modules.items():
         if _own_tensors(module):
+            # Not `module.to`, which would move the children, too.
             module._apply(partial(torch.Tensor.to, device=devices[assigned[name]]), recurse=False)
         if len(inside[name]) == 1:
             (number,) = inside[name]
@@ -88,6 +90,7 @@ def _by_pattern(
 ) -> dict[str, int]:
     """Return the device of each module: that of the last pattern for it or an ancestor."""
     assigned: dict[str, int] = {}
+    # Later patterns replace earlier ones, so a general pattern comes first.
     for pattern, number in config.place.items():
         if not 0 <= number < devices:
             fix = "count devices from 0"
@@ -122,6 +125,7 @@ def _require_one_device_per_tensor(modules: dict[str, nn.Module], assigned: dict
                 fix="begin strategy.place with '*': 0",
             )
         for tensor in tensors:
+            # `to` would give each module a copy, and tied weights would part without a word.
             other, number = first.setdefault(tensor, (name, assigned[name]))
             if number != assigned[name]:
                 raise _device_map_error(

@@ -67,6 +67,7 @@ class SplitParameters(SavedParameters):
         yield from self._split.full_values(self.local, values)
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        # State of an optimizer that is not divided, such as its number of steps.
         if full.dim() != self.local[name].dim():
             return full
         part: torch.Tensor = self._split.local_part(self.local[name], full)
@@ -127,6 +128,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
             state[name] = full_tensor(value.detach())
     split = split_of(module)
     if split is not None:
+        # With duplicates: a state dict has every name of a tied weight.
         for name, parameter in module.named_parameters(remove_duplicate=False):
             state[name] = split.full_tensor(parameter, parameter)
     return state

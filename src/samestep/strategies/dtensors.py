@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
 from samestep.launcher.process_state import process_state
-from samestep.reduce.fast import Reduction
-from samestep.view.crossings import crossing, leave, replicated
+from samestep.view.crossings import crossing, replicated
 from samestep.view.rank_comparison import SAVE, SAVE_FIX
 
 # Element by element, with the same rounding in vectors and outside of them; of float32 and float64
@@ -107,39 +106,31 @@ def full_value(tensor: DTensor) -> torch.Tensor:
 
 
 def gathered(
-    parameter: torch.Tensor,
-    reduction: Reduction | None,
-    full: Callable[[Any], torch.Tensor] | None = None,
+    parameter: torch.Tensor, full: Callable[[Any], torch.Tensor] = full_value
 ) -> torch.Tensor:
     """Return the full value of a divided parameter; its gradient becomes divided. Differentiable.
 
     Args:
-        parameter: the parameter, or a tensor that is divided like it.
-        reduction: sums the gradients over ranks; None if they are equal on all ranks.
-        full: returns the full value; None to gather it.
+        parameter: the parameter, or a tensor that is divided like it. Its gradients are equal on
+            all ranks.
+        full: returns the full value.
     """
 
     def back(gradient: torch.Tensor) -> list[torch.Tensor]:
-        gradient = replicated(gradient)
-        if reduction is not None:
-            gradient = leave([gradient], reduction)
-        return [_divided(gradient, division, device, reduction)]
+        return [_divided(replicated(gradient), division, device)]
 
     division = Division.of(cast(DTensor, parameter))
     device = parameter.device
-    complete = full or full_value
-    return crossing([parameter], lambda value: [complete(value)], back)[0]
+    return crossing([parameter], lambda value: [full(value)], back)[0]
 
 
-def _divided(
-    full: torch.Tensor, division: Division, device: torch.device, reduction: Reduction | None
-) -> torch.Tensor:
+def _divided(full: torch.Tensor, division: Division, device: torch.device) -> torch.Tensor:
     """Return a full tensor divided between the ranks; its gradient becomes full. Differentiable."""
 
     def back(gradient: torch.Tensor) -> list[torch.Tensor]:
         # Gradients of operations with the whole parameter are complete.
         if isinstance(gradient, DTensor):
-            gradient = gathered(gradient, reduction)
+            gradient = gathered(gradient)
         return [gradient]
 
     return crossing([full], lambda value: [division.divided(value, device)], back)[0]
@@ -151,7 +142,7 @@ def as_divided(
     """Return a gradient divided as its parameter; that of an operation with all of it is not."""
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
-    return _divided(gradient, division, device, None)
+    return _divided(gradient, division, device)
 
 
 # --- operations of the script --------------------------------------------------------------------

@@ -21,18 +21,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.config import StrategyConfig
 from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
@@ -64,8 +56,7 @@ class Sharded(Strategy):
     def __init__(self, *arguments: Any, is_exact: bool = False) -> None:
         super().__init__(*arguments)
         self.is_exact = is_exact
-        self._units: list[Unit] = []
-        self._gathers = Gathers(self._units)
+        self._gathers = Gathers()
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}
         self._parameters: ShardedParameters | None = None
         self._process = os.getpid()
@@ -99,7 +90,7 @@ class Sharded(Strategy):
         # Lists of parameters, as recurrent layers have.
         for container, key, _, divided in slots.entries(mapping):
             container[key] = divided
-        self._units += [
+        self._gathers.units += [
             Unit(part, own_class, self._gathers)
             for part, own_class in classes.items()
             if isinstance(part, FSDPModule)
@@ -138,10 +129,10 @@ class Sharded(Strategy):
         if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments)):
             return arguments  # the containers themselves, into which a forward may write
         with torch._C._DisableFuncTorch():
-            return tree_map_only(DTensor, lambda one: gathered(one, None), arguments)
+            return tree_map_only(DTensor, gathered, arguments)
 
     def parameters(self, call: Call) -> CallParameters:
-        for unit in self._units:
+        for unit in self._gathers.units:
             unit.refresh()
         complete = [one for one in call.parameters() if not isinstance(one, DTensor)]
         divided = [one for one in call.parameters() if isinstance(one, DTensor)]
@@ -151,10 +142,9 @@ class Sharded(Strategy):
                 call.module,
                 divided,
                 complete,
-                strategy=self,
-                units=self._units,
-                gathers=self._gathers,
-                before_reduction=self._before_reduction,
+                self._gathers,
+                self.reduction,
+                self._before_reduction,
             )
         # Calls of one training mode gather the same units, in one order.
         self._gathers.begin_call((call.module.training, torch.is_grad_enabled()))
@@ -164,7 +154,7 @@ class Sharded(Strategy):
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; each rank keeps its part of their gradients."""
         again = recomputation_inside(lambda: self.whole(module))
-        with self._gathered(module, lambda parameter: gathered(parameter, None)) as mapping, again:
+        with self._gathered(module, gathered) as mapping, again:
             yield
         for one, full in mapping.items():
             # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
@@ -250,10 +240,8 @@ def shard_model(model: nn.Module, world: World) -> None:
     if config.offload:  # without a GPU, pinned memory cannot be allocated
         offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device))
     axes = _shard_axes(world)
-    for module, precision in _with_precision(shard_units(model), model, config):
-        fully_shard(
-            module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored
-        )
+    for module in (*shard_units(model), model):
+        fully_shard(module, mesh=axes, offload_policy=offload, ignored_params=ignored)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are those of the whole batch, and gloo has no reduction that divides.
@@ -308,24 +296,4 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
         for module in units
         if sum(p.numel() for p in module.parameters()) > min_size
         and all(users[p] == 1 for p in module.parameters())
-    ]
-
-
-def _with_precision(
-    units: list[nn.Module], model: nn.Module, config: StrategyConfig
-) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
-    """Return modules, the model last, with their policies; reductions are in float32."""
-    if config.gather == "fp32":
-        return [(module, MixedPrecisionPolicy()) for module in (*units, model)]
-    full = torch.float32
-    half = torch.bfloat16
-    # Running statistics are float32, and torch's batch norm requires one dtype for all arguments.
-    norms = [
-        norm for norm in model.modules() if isinstance(norm, _BatchNorm) and list(norm.parameters())
-    ]
-    others = [module for module in units if module not in norms]
-    return [
-        *((norm, MixedPrecisionPolicy(full, full, output_dtype=half)) for norm in norms),
-        *((module, MixedPrecisionPolicy(half, full)) for module in others),
-        (model, MixedPrecisionPolicy(half, full, output_dtype=full)),
     ]

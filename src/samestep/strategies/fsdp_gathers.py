@@ -25,7 +25,7 @@ from samestep.view.crossings import CallExchange
 from samestep.view.gradient_sums import Hub
 from samestep.view.region import current_region
 from samestep.view.slots import is_in_place
-from samestep.view.strategy import CallParameters, Strategy
+from samestep.view.strategy import CallParameters
 
 # Attributes of the modules of a unit, by which libraries take a script for one of several
 # processes.
@@ -37,12 +37,12 @@ class Gathers:
 
     Each has the number of sums inside of the call, as of batch norm, that precede it.
 
-    Args:
-        units: the units of the module; expected in this order in the first call.
+    Attributes:
+        units: the units of the module, the root first; expected in this order in the first call.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
         self._known: dict[Hashable, list[tuple[Unit, int]]] = {}
         self._key: Hashable = None
         self._expected: list[tuple[Unit, int]] = []  # those of the latest known kind
@@ -69,7 +69,7 @@ class Gathers:
 
     def leave(self, exchange: CallExchange, device: torch.device) -> None:
         """Take part in the remaining gathers of the call, and in the sums between them."""
-        expected = self._expected or [(unit, 0) for unit in self._units]
+        expected = self._expected or [(unit, 0) for unit in self.units]
         for unit, sums in expected[len(self._done) :]:
             exchange.leave(device, sums)
             unit.gather()
@@ -194,9 +194,8 @@ class ShardedParameters(CallParameters):
         module: the module.
         divided: its divided parameters that require gradients.
         complete: its other parameters that require gradients.
-        strategy: has the present reduction.
-        units: the units of the module, the root first.
         gathers: those of divided calls.
+        reduction: sums over all slices.
         before_reduction: called once in each backward before the first sum.
     """
 
@@ -207,16 +206,12 @@ class ShardedParameters(CallParameters):
         module: nn.Module,
         divided: Sequence[DTensor],
         complete: Sequence[nn.Parameter],
-        *,
-        strategy: Strategy,
-        units: Sequence[Unit],
         gathers: Gathers,
+        reduction: Reduction,
         before_reduction: Callable[[], None],
     ) -> None:
         self._module = module
         self._divided = list(divided)
-        self._strategy = strategy
-        self._units = units
         self._gathers = gathers
         self._before_reduction = before_reduction
         self._kept: list[Any] = []
@@ -225,7 +220,7 @@ class ShardedParameters(CallParameters):
         self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
         self._hub: Hub | None = None
         if complete:
-            self._hub = Hub(module, complete, strategy.reduction, before_reduction)
+            self._hub = Hub(module, complete, reduction, before_reduction)
             self.anchors = self._hub.anchors
 
     def is_current(self, divided: Sequence[torch.Tensor], complete: Sequence[nn.Parameter]) -> bool:
@@ -250,7 +245,7 @@ class ShardedParameters(CallParameters):
 
     @contextmanager
     def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        root, *others = self._units
+        root, *others = self._gathers.units
         root.free()
         with self._installed(others, leaves):
             try:
@@ -292,7 +287,7 @@ class ShardedParameters(CallParameters):
             one.grad = None
             if hooks is not None:  # FSDP would call them, and the script's graph does
                 one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        root, *others = self._units
+        root, *others = self._gathers.units
         root.show()
         with self._installed(others, leaves):
             try:
@@ -318,10 +313,10 @@ class ShardedParameters(CallParameters):
 
     def abandon(self) -> None:
         self._gathers.abandon_call()
-        self._units[0].reset()
+        self._gathers.units[0].reset()
 
     def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        root = self._units[0]
+        root = self._gathers.units[0]
 
         def computed(*arguments: Any, **options: Any) -> Any:
             positional, named = root.before(self._module, arguments, options)
@@ -407,7 +402,7 @@ class _Complete:
         )
         if parameter.requires_grad:
             empty = self.full
-            self.full = gathered(parameter, None, lambda _: empty)
+            self.full = gathered(parameter, lambda _: empty)
         self._storage = self.full.untyped_storage()
         self._bytes = self._storage.nbytes()
         # The own part, and its version when it was gathered.

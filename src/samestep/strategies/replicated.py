@@ -31,6 +31,7 @@ class HubStrategy(Strategy):
         self, call: Call, own: Sequence[nn.Parameter], before_reduction: Callable[[], None]
     ) -> Hub:
         """Return the hub of the present parameters of this rank."""
+        # The script may have replaced, moved or frozen parameters since the last call.
         if self._hub is None or not self._hub.is_current(own):
             self.require_no_pending()
             self._hub = Hub(call.module, own, self.reduction, before_reduction)
@@ -46,6 +47,7 @@ class Replicated(HubStrategy):
     """Complete parameters on every rank."""
 
     def parameters(self, call: Call) -> Hub | None:
+        # Nothing to sum: the module computes with its own parameters.
         if not torch.is_grad_enabled():
             return None
         return self.hub(call, call.parameters(), self._before_reduction)

@@ -28,6 +28,7 @@ from samestep.strategies.pipeline.stage import Later, Stage, StageOperations
 from samestep.strategies.replicated import HubStrategy
 from samestep.strategies.tensor import Place, TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
+from samestep.view.crossings import crossing
 from samestep.view.gradient_sums import Hub
 from samestep.view.ranks import Ranks
 from samestep.view.recomputation import recomputation_inside
@@ -196,7 +197,7 @@ class Split(HubStrategy):
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; own parts of gradients and values are kept."""
         again = recomputation_inside(lambda: self.whole(module))
-        with self._gathered(module, lambda one: _whole(one, self)) as mapping, again:
+        with self._gathered(module, self._full_in_graph) as mapping, again:
             yield
         for one, full in mapping.items():
             # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
@@ -222,6 +223,16 @@ class Split(HubStrategy):
         }
         with replaced(ParameterSlots(module).entries(mapping)):
             yield mapping
+
+    def _full_in_graph(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the full parameter; every rank has its whole gradient, and keeps the own part."""
+
+        def back(gradient: torch.Tensor) -> list[Any]:
+            if not self.has(parameter):
+                return [None]
+            return [self.local_part(parameter, gradient)]
+
+        return crossing([parameter], lambda own: [self.full_tensor(parameter, own)], back)[0]
 
     def full_tensor(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a parameter, or of its optimizer state. A collective."""
@@ -280,27 +291,6 @@ class Split(HubStrategy):
         if self._tensor is not None and parameter in self._places:
             return self._tensor.local_part(self._places[parameter], full)
         return full
-
-
-class _Whole(torch.autograd.Function):
-    """A gathered parameter; every rank has its whole gradient, and keeps the own part."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, split: Split) -> torch.Tensor:
-        ctx.split = split
-        ctx.parameter = parameter
-        return split.full_tensor(parameter, parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if not ctx.split.has(ctx.parameter):
-            return None, None
-        return ctx.split.local_part(ctx.parameter, gradient), None
-
-
-def _whole(parameter: nn.Parameter, split: Split) -> torch.Tensor:
-    full: torch.Tensor = _Whole.apply(parameter, split)  # type: ignore[no-untyped-call]
-    return full
 
 
 class _SplitParameters(CallParameters):

@@ -13,8 +13,8 @@ Decisions: docs/decisions/layouts.md
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -36,6 +36,7 @@ from samestep.strategies.tensor_slices import (
     join,
     spread,
 )
+from samestep.view.slots import Entry, replaced
 
 _PRODUCTS = (functional.linear, functional.embedding, torch.addmm)
 _ATTRIBUTES = ("dtype", "device", "requires_grad", "ndim", "is_cuda", "layout")
@@ -65,7 +66,6 @@ _PLANS = {
     "transformers.models.roberta.modeling_roberta.RobertaLayer": _BERT,
 }
 _KINDS = ("column", "column_gathered", "row")
-_MAX_SUGGESTED = 64  # number of slices in a `fix` line
 _plan_error = partial(InputError, code="E_STRATEGY")
 
 
@@ -159,9 +159,11 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         parts = inputs.parts if isinstance(inputs, SlicedTensor) else divide(inputs, slicing)
         results = [one(part, own) for part, own in zip(parts, weight.parts(), strict=True)]
         total = add(results, slicing)
+        # Once, to the sum: every slice has the whole bias.
         if bias is None:
             return total
         return total + bias.to(total.dtype)
+    # Each output needs all inputs, which a `column` before this one has left divided.
     if isinstance(inputs, SlicedTensor):
         inputs = inputs.join()
     operands: list[Sequence[Any]] = [spread(inputs, slicing), weight.parts()]
@@ -208,26 +210,22 @@ class TensorParallel:
 
     def local_part(self, place: Place, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full parameter, or of its optimizer state, as a view."""
+        # Parts of one size: the plan requires sizes that the number of slices divides.
         return full.chunk(self.slicing.ranks, place.dim)[self.slicing.rank]
 
     def full_tensor(self, place: Place, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a parameter, or of its optimizer state. A collective."""
         return self.slicing.join([local], place.dim)
 
-    @contextmanager
-    def divided_weights(self) -> Iterator[None]:
+    def divided_weights(self) -> AbstractContextManager[None]:
         """Let the module compute with the tensors in the places of local parameters."""
-        replaced = []
+        entries: list[Entry] = []
         for place in self.parameters.values():
-            value: Any = place.module._parameters[place.key]
-            replaced.append((place, value))
-            weight: Any = DividedWeight(value, place, self.slicing)
-            place.module._parameters[place.key] = weight
-        try:
-            yield
-        finally:
-            for place, value in replaced:
-                place.module._parameters[place.key] = value
+            # The table itself: `setattr` of a module accepts nothing but parameters there.
+            table = place.module._parameters
+            value: Any = table[place.key]
+            entries.append((table, place.key, value, DividedWeight(value, place, self.slicing)))
+        return replaced(entries)
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -267,6 +265,7 @@ def _builtin_plan(model: nn.Module) -> dict[str, str]:
     plan: dict[str, str] = {}
     for name, block in model.named_modules():
         modules = dict(block.named_modules())
+        # Also for subclasses of a known block, and without the layers that a variant lacks.
         for cls in type(block).__mro__:
             for inner, kind in _PLANS.get(f"{cls.__module__}.{cls.__qualname__}", {}).items():
                 if inner in modules:
@@ -320,6 +319,7 @@ def _is_divisible(module: nn.Module, kind: str) -> bool:
     classes += [
         cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D" and hasattr(module, "nf")
     ]
+    # A subclass with another forward may use its weight in another way.
     is_known = any(
         isinstance(module, cls) and type(module).forward is cls.forward for cls in classes
     )
@@ -329,6 +329,7 @@ def _is_divisible(module: nn.Module, kind: str) -> bool:
 
 def _divided_dims(module: nn.Module, kind: str) -> dict[str, int]:
     """Return the divided dimension of each parameter; parameters without one are replicated."""
+    # Outputs are the first dimension of `nn.Linear`, and the last of `nn.Embedding` and `Conv1D`.
     outputs = 0 if isinstance(module, nn.Linear) else 1
     if kind == "row":
         return {"weight": 1 - outputs}
@@ -355,13 +356,10 @@ def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) 
     for name, kind in plan.items():
         module = model.get_submodule(name)
         sizes[name] = module.get_parameter("weight").shape[_divided_dims(module, kind)["weight"]]
-    # Numbers of slices that would fit, for the error.
     common = math.gcd(*sizes.values())
-    largest = min(common, _MAX_SUGGESTED)
-    fits = [str(number) for number in range(2, largest + 1) if common % number == 0]
     fix = "no size divides all modules of the plan: remove some from step.tensor_plan"
-    if fits:
-        fix = f"step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"
+    if common > 1:
+        fix = f"a step.tensor_slices that divides {common}"
     for name, size in sizes.items():
         if size % slices:
             dimension = "inputs" if plan[name] == "row" else "outputs"

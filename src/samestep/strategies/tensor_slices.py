@@ -25,8 +25,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.microbatches import owned_microbatches
-from samestep.reduce.exact import MicrobatchTree, communicate, tree_all_reduce
+from samestep.reduce.exact import ExactReduction, gather_equal
 from samestep.view.crossings import crossing
 
 ALIGNMENT = 64  # bytes, as of new memory on CPUs; matrix products can depend on it
@@ -48,8 +47,8 @@ class Slicing:
     def __init__(self, count: int, world: World) -> None:
         self.count = count
         self._world = world
-        self.owned = owned_microbatches(count, world.size, world.rank)
-        self._tree = MicrobatchTree(count)
+        self._sums = ExactReduction(world, count)
+        self.owned = self._sums.own
 
     @property
     def rank(self) -> int:
@@ -74,31 +73,12 @@ class Slicing:
         world = self._world
         if world.size == 1:
             return local
-        # Each rank begins with another peer, so that messages spread over the connections.
-        peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
-        by_rank = {peer: torch.empty_like(local) for peer in peers}
-        by_rank[world.rank] = local
-        sent = [(local, peer) for peer in peers]
-        received = [(by_rank[peer], peer) for peer in peers]
-        world.run_collective(lambda: communicate(world, sent, received), "an all-gather of slices")
-        return torch.cat([by_rank[rank] for rank in range(world.size)], dim)
+        every = gather_equal(world, local, range(world.size), "an all-gather of slices")
+        return torch.cat(every, dim)
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of the values of all slices in tree order. A collective."""
-        numbered = zip(self.owned, parts, strict=True)
-        values = {(number, number + 1): part for number, part in numbered}
-        sums: dict[tuple[int, int], torch.Tensor] = {}
-        for node in self._tree.cover(self._world.rank, self._world.size):
-            sums |= self._tree.merge(node, values, torch.add)
-        subtree_sums = [total.contiguous() for total in sums.values()]
-        if self._world.size == 1:
-            return subtree_sums[0]
-        # Cloned: the collective adds in place, and a value of one slice belongs to the caller.
-        flat = [
-            total.flatten().clone() if total is parts[0] else total.view(-1)
-            for total in subtree_sums
-        ]
-        return tree_all_reduce(self._world, self._tree, flat).view(parts[0].shape)
+        return self._sums.sum(parts)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -280,6 +260,7 @@ def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is functional.dropout:
         return _dropout(*args, **kwargs)
     if func in _OF_SHAPE:
+        # A tensor without memory has the answers of torch for the full shape.
         tensor = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
         return func(tensor, *args[1:], **kwargs)
     if func is torch.empty_like:
@@ -295,6 +276,7 @@ def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _view(tensor: SlicedTensor, *sizes: Any) -> SlicedTensor:
     """Change the dimensions before the last one, which is the divided one and remains."""
     wanted = sizes if isinstance(sizes[0], int) else sizes[0]
+    # Torch itself computes a size of -1, without memory.
     shape = torch.empty(tensor.shape, device="meta").reshape(*wanted).shape
     if shape[-1] != tensor.shape[-1]:
         raise divided_error(
@@ -337,6 +319,7 @@ def _dropout(
     # Drawn for the full tensor, so that the numbers do not depend on the number of slices.
     mask = functional.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
     masks = input.slicing.divide(mask, -1)
+    # `inplace` would save memory alone.
     results = tuple(part * own for part, own in zip(input.parts, masks, strict=True))
     return SlicedTensor(results, input.slicing)
 

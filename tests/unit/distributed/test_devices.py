@@ -208,16 +208,6 @@ def test_kernel_settings_are_read_after_older_and_newer_ones() -> None:
     assert named["fp32_precision of cuda.conv"] == "ieee"
 
 
-class Stream:
-    """Stream that records for which others it waits."""
-
-    def __init__(self) -> None:
-        self.waits: list[Stream] = []
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.waits.append(other)
-
-
 def test_another_default_device_than_the_cpu_is_refused() -> None:
     message = "torch's default device is meta"
     with torch.device("meta"), pytest.raises(InputError, match=message) as refusal, start():

@@ -6,7 +6,7 @@ import pytest
 
 from samestep.distributed.env import (
     RANK_VARIABLES,
-    environment_copy,
+    all_variables,
     prepare_shared_nccl,
     prepare_torch_environment,
     read_environment,
@@ -95,7 +95,7 @@ def test_relevant_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = relevant_variables()
     assert {"NCCL_DEBUG", "TORCHDYNAMO_DISABLE", "WORLD_SIZE", "SAMESTEP_SHARE_GPU"} <= set(variables)
     assert "HF_TOKEN" not in variables
-    assert environment_copy()["HF_TOKEN"] == "1"
+    assert all_variables()["HF_TOKEN"] == "1"
 
 
 def test_variables_of_torch_are_set() -> None:

@@ -1,5 +1,7 @@
 """Detection of launchers from environment variables, and Slurm's lists of hosts."""
 
+from dataclasses import replace
+
 import pytest
 
 from samestep.distributed.launcher_variables import (
@@ -30,12 +32,6 @@ BATCH = {"SLURM_JOB_ID": "123", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 
-def detected(variables: dict[str, str]) -> RankPlace:
-    rank_place = find_rank_place(variables)
-    assert rank_place is not None
-    return rank_place
-
-
 def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in names}
 
@@ -54,22 +50,55 @@ def test_no_launcher(variables: dict[str, str]) -> None:
     assert find_rank_place(variables) is None
 
 
-def test_torchrun() -> None:
-    rank_place = detected(TORCHRUN)
-    assert (rank_place.launcher, rank_place.rank, rank_place.world_size, rank_place.local_rank) == ("torchrun", 3, 4, 1)
-    assert (rank_place.address, rank_place.port, rank_place.has_store) == ("node-0", 29500, False)
-    assert not rank_place.is_on_one_machine
-    more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "LOCAL_WORLD_SIZE": "4"}
-    rank_place = detected({**TORCHRUN, **more})
-    assert (rank_place.has_store, rank_place.restarts, rank_place.is_on_one_machine) == (True, 2, True)
+AGENT = {
+    **TORCHRUN,
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "LOCAL_WORLD_SIZE": "4",
+}
+BY_HAND = RankPlace("torchrun", 3, 4, 1, None, "node-0", 29500)
+OF_SLURM = RankPlace("Slurm", 3, 4, 0, None, "gpu003", FIRST_PORT + 123 + 404, ends_with_parent=True)
+LOCAL = replace(OF_SLURM, local_rank=3, local_size=4, address="127.0.0.1")
+ADDRESS = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
 
 
-def test_loopback_address_means_one_machine() -> None:
-    for address, expected in (("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.1", False)):
-        rank_place = detected({**TORCHRUN, "MASTER_ADDR": address})
-        assert rank_place.is_on_one_machine is expected
-    rank_place = detected({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"})
-    assert not rank_place.is_on_one_machine
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCHRUN, BY_HAND),
+        (AGENT, replace(BY_HAND, local_size=4, has_store=True, restarts=2, ends_with_parent=True)),
+        ({**TORCHRUN, **SLURM, **OPEN_MPI}, BY_HAND),
+        (SLURM, OF_SLURM),  # with the first host of the step
+        # Older versions have variables of the job only.
+        (without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"), replace(OF_SLURM, address="gpu001")),
+        ({**SLURM, **ADDRESS}, replace(OF_SLURM, address="10.0.0.7", port=1234)),
+        ({**SLURM_ONE_NODE, "SLURM_RESTART_COUNT": "2"}, replace(LOCAL, restarts=2)),
+        ({**SLURM_ONE_NODE, **ADDRESS}, replace(LOCAL, address="10.0.0.7", port=1234)),
+        ({**SLURM_ONE_NODE, "MASTER_PORT": "1234"}, replace(LOCAL, port=1234)),
+    ],
+)
+def test_place_of_a_rank(variables: dict[str, str], expected: RankPlace) -> None:
+    assert find_rank_place(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCHRUN, False),
+        (AGENT, True),
+        (SLURM, False),
+        (SLURM_ONE_NODE, True),
+        ({**SLURM_ONE_NODE, **ADDRESS}, True),
+        *(({**TORCHRUN, "MASTER_ADDR": address}, True) for address in ("127.0.0.1", "localhost", "::1")),
+        ({**TORCHRUN, "MASTER_ADDR": "10.0.0.1"}, False),
+        ({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_whether_all_ranks_are_on_one_machine(variables: dict[str, str], expected: bool) -> None:
+    place = find_rank_place(variables)
+    assert place is not None
+    assert place.is_on_one_machine is expected
 
 
 @pytest.mark.parametrize(
@@ -109,47 +138,15 @@ def test_invalid_values_are_rejected(name: str, value: str) -> None:
         find_rank_place({**TORCHRUN, name: value})
 
 
-def test_slurm_on_two_nodes_uses_the_first_host_of_the_step() -> None:
-    rank_place = detected(SLURM)
-    assert (rank_place.launcher, rank_place.rank, rank_place.world_size, rank_place.local_rank) == ("Slurm", 3, 4, 0)
-    assert rank_place.address == "gpu003"
-    assert rank_place.port is not None
-    assert FIRST_PORT <= rank_place.port < FIRST_PORT + PORTS
-    assert not rank_place.is_on_one_machine
-
-
 def test_ports_of_neighboring_jobs_and_steps_differ() -> None:
     ports = set()
     for job in range(9990, 10040):
         for step in range(5):
-            rank_place = detected({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
-            ports.add(rank_place.port)
+            place = find_rank_place({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+            assert place is not None
+            assert FIRST_PORT <= place.port < FIRST_PORT + PORTS
+            ports.add(place.port)
     assert len(ports) == 250
-
-
-def test_slurm_on_one_node_uses_the_loopback_interface() -> None:
-    rank_place = detected({**SLURM_ONE_NODE, "SLURM_RESTART_COUNT": "2"})
-    assert (rank_place.address, rank_place.port, rank_place.restarts) == ("127.0.0.1", FIRST_PORT + 123 + 404, 2)
-    assert rank_place.is_on_one_machine
-
-
-def test_master_address_and_port_take_precedence() -> None:
-    address = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
-    for variables in (SLURM, SLURM_ONE_NODE):
-        rank_place = detected({**variables, **address})
-        assert (rank_place.address, rank_place.port) == ("10.0.0.7", 1234)
-    rank_place = detected({**SLURM_ONE_NODE, "MASTER_PORT": "1234"})
-    assert rank_place.address == "127.0.0.1"
-
-
-def test_older_slurm_has_variables_of_the_job_only() -> None:
-    rank_place = detected(without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"))
-    assert (rank_place.world_size, rank_place.address) == (4, "gpu001")
-
-
-def test_first_launcher_takes_precedence() -> None:
-    rank_place = detected({**TORCHRUN, **SLURM, **OPEN_MPI})
-    assert rank_place.launcher == "torchrun"
 
 
 @pytest.mark.parametrize(

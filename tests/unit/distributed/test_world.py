@@ -1,7 +1,6 @@
 """Collectives of a world: lost connections, and values that arrive unchanged on every rank."""
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -77,6 +76,8 @@ def test_lost_connection_is_named(error: Exception) -> None:
     with pytest.raises(PeerLostError) as lost:
         world.run_collective(lambda: failing(error), "a test")
     assert lost.value.__cause__ is error
+    # Errors of NCCL come from collectives of torch, too.
+    assert Failure.of_exception(0, error).is_consequence == isinstance(error, dist.DistBackendError)
 
 
 @pytest.mark.parametrize(("error", "title", "fix"), OTHER, ids=lambda value: str(value)[-30:])
@@ -92,11 +93,6 @@ def test_other_errors_are_causes_with_their_own_text_and_a_fix(error: Exception,
     fixes = [line for line in failure.text.splitlines() if line.startswith("  fix: ")]
     assert len(fixes) == (fix is not None)
     assert fix is None or fix in fixes[0]
-
-
-@pytest.mark.parametrize("error", LOST[1:6], ids=lambda value: str(value)[-30:])
-def test_loss_of_a_rank_is_a_consequence_in_collectives_of_torch_too(error: Exception) -> None:
-    assert Failure.of_exception(0, error).is_consequence
 
 
 # Values of rank 0, 1 and 2, from short to long.
@@ -159,20 +155,19 @@ def test_invalid_value_of_one_rank_ends_the_run() -> None:
     assert failed.value.exit_code == EXIT_INPUT
 
 
-@pytest.mark.parametrize("value", [{1}, b"x", object(), [torch.ones(2)], {(1, 2): 3}, {1: 2}, [({"a": {None: 0}},)]])
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    "value", [CYCLE, {1}, b"x", object(), [torch.ones(2)], {(1, 2): 3}, {1: 2}, [({"a": {None: 0}},)]]
+)
 def test_values_other_than_json_are_rejected(alone: World, value: Any) -> None:
     with pytest.raises(InputError, match="E_NOT_PICKLABLE"):
         samestep.all_gather(value, alone)
 
 
-def test_cycle_is_rejected(alone: World) -> None:
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    with pytest.raises(InputError, match="E_NOT_PICKLABLE"):
-        samestep.all_gather(cyclic, alone)
-
-
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
@@ -181,8 +176,3 @@ plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.
 def test_json_values_arrive_unchanged(alone: World, value: Any) -> None:
     (received,) = samestep.all_gather(value, alone)
     assert json.dumps(received) == json.dumps(value)
-
-
-def test_nan_arrives_unchanged(alone: World) -> None:
-    (received,) = samestep.all_gather(math.nan, alone)
-    assert math.isnan(received)

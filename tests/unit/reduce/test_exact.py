@@ -43,12 +43,6 @@ def test_the_order_is_that_of_the_tree() -> None:
     assert in_tree(NUMBERS) != sum(NUMBERS)
 
 
-def test_parts_keep_their_values() -> None:
-    own = parts(NUMBERS)
-    reduction(8).sum(own)
-    assert [part[0, 0].item() for part in own] == NUMBERS
-
-
 def test_subtrees_are_merged_as_soon_as_they_are_there() -> None:
     """From the last microbatch to the first, as in a backward; at most one sum for each level is kept."""
     exact = reduction(8)
@@ -71,14 +65,9 @@ def add(left: Sum, right: Sum) -> Sum:
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> MicrobatchTree:
-    return MicrobatchTree(draw(st.integers(1, 40)))
-
-
-@st.composite
 def worlds(draw: st.DrawFn) -> tuple[MicrobatchTree, int]:
     """Return a tree, and a number of at most as many ranks as microbatches."""
-    tree = draw(trees())
+    tree = MicrobatchTree(draw(st.integers(1, 40)))
     return tree, draw(st.integers(1, tree.microbatches))
 
 
@@ -88,14 +77,6 @@ def leaves(microbatches: Iterable[int]) -> dict[Node, Sum]:
 
 def reference(tree: MicrobatchTree) -> Sum:
     return tree.sum(leaves(range(tree.microbatches)), add)
-
-
-def test_the_tree_over_eight_microbatches() -> None:
-    assert reference(MicrobatchTree(8)) == add(add(add(0, 1), add(2, 3)), add(add(4, 5), add(6, 7)))
-
-
-def test_the_tree_over_five_microbatches() -> None:
-    assert reference(MicrobatchTree(5)) == add(add(0, 1), add(2, add(3, 4)))
 
 
 @given(worlds())
@@ -124,23 +105,15 @@ def test_the_sum_does_not_depend_on_the_ranks(world: tuple[MicrobatchTree, int])
 
 
 @given(worlds())
-def test_early_addition_gives_the_same_sum(world: tuple[MicrobatchTree, int]) -> None:
-    tree, ranks = world
-    sums: dict[Node, Sum] = {}
-    for rank in range(ranks):
-        sums |= add_early(tree, rank, ranks, lambda sums: None)
-    assert tree.sum(sums, add) == reference(tree)
-
-
-@given(worlds())
-def test_early_addition_stores_one_sum_per_level(world: tuple[MicrobatchTree, int]) -> None:
+def test_early_addition_gives_the_same_sum_and_stores_one_sum_per_level(world: tuple[MicrobatchTree, int]) -> None:
     tree, ranks = world
     levels = tree.microbatches.bit_length() + 1
+    sums: dict[Node, Sum] = {}
     for rank in range(ranks):
-        cover = len(tree.cover(rank, ranks))
         counts: list[int] = []
-        add_early(tree, rank, ranks, lambda sums, counts=counts: counts.append(len(sums)))
-        assert max(counts, default=0) <= cover + levels
+        sums |= add_early(tree, rank, ranks, lambda own, counts=counts: counts.append(len(own)))
+        assert max(counts, default=0) <= len(tree.cover(rank, ranks)) + levels
+    assert tree.sum(sums, add) == reference(tree)
 
 
 def add_early(

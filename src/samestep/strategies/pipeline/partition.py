@@ -52,6 +52,7 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
             it changes values outside of the model.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    # The tracer runs the code of the forward, whose writes must not stay in the model.
     before = Snapshot(submodules(model), None, device)
     reachable = Reachable(model)
     values = reachable.digest()
@@ -122,12 +123,14 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _signature(model: nn.Module) -> inspect.Signature:
     """Return the signature of the class's forward, without `self` and wrappers of the instance."""
+    # Of the class: `samestep.parallel` wraps the forward of the instance.
     signature = inspect.signature(type(model).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class _Tracer(fx.Tracer):
     def __init__(self, model: nn.Module, opened: Set[str]) -> None:
+        # Shapes of parameters are numbers then, and code may branch on them.
         super().__init__(param_shapes_constant=True)
         self._opened = opened
         self._inputs = input_names(model)
@@ -215,6 +218,7 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
                     expected="a module with buffers is used in one stage",
                     fix="set other strategy.stages",
                 )
+    # An unused parameter belongs to the first stage, which saves it.
     parameter_stages = {
         name: tuple(sorted(users[p])) or (0,) for name, p in model.named_parameters()
     }
@@ -262,6 +266,7 @@ def balance(weights: Sequence[int], count: int) -> list[int]:
     The largest part is minimal, and then the sum of squares of parts. There are at least `count`
     weights.
     """
+    # Dynamic programming over parts and ends: there are too many divisions to try all.
     sums = [0, *accumulate(weights)]
 
     @cache
@@ -300,6 +305,7 @@ def _module_sizes(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for node in graph.nodes:
         new = [parameter for parameter in _parameters_of(model, node) if parameter not in seen]
+        # A shared weight counts where it is used first.
         seen.update(new)
         if node.op == "call_module" and new:
             sizes[str(node.target)] = sum(parameter.numel() for parameter in new)
@@ -311,6 +317,7 @@ def _opened(model: nn.Module, count: int) -> set[str]:
     average = sum(parameter.numel() for parameter in model.parameters()) / count
     opened = set[str]()
     leaves = set[str]()
+    # Again until nothing is large: an opened module can have large children.
     while True:
         sizes = _module_sizes(model, trace(model, opened, training=True))
         large = [name for name, size in sizes.items() if size > average and name not in leaves]
@@ -330,6 +337,7 @@ def _can_open(model: nn.Module, opened: set[str]) -> bool:
     except InputError:  # control flow depends on tensor values: the module remains a leaf
         return False
     calls = (node for graph in graphs for node in graph.nodes if node.op == "call_module")
+    # A call of an opened module is one that the tracer could not look into.
     return all(node.target not in opened for node in calls)
 
 
@@ -381,6 +389,7 @@ def _stage_graphs(
     graph: fx.Graph, replicated: set[fx.Node], stages: dict[fx.Node, int], count: int
 ) -> list[fx.Graph]:
     nodes = [node for node in graph.nodes if node not in replicated]
+    # A value passes through all stages from its own to the last that uses it.
     last_use = {}
     for node in nodes:
         uses = [stages[user] for user in node.users if user not in replicated]
@@ -446,6 +455,7 @@ def _stage_graph(
 
     for node in nodes:
         copies[node] = graph.node_copy(node, copy_of)
+    # The last stage has the output of the model.
     if not nodes or nodes[-1].op != "output":
         graph.output(tuple(copy_of(node) for node in sent))
     return graph

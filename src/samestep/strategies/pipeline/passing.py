@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from samestep.distributed.local_sockets import Messages
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.reduce.exact import communicate
+from samestep.reduce.exact import communicate, gather_equal
 from samestep.strategies.tensor_slices import ALIGNMENT
 
 _LENGTH_BYTES = 8  # of the number of bytes of the text, at the beginning of a header
 _TEXT_BYTES = 2048  # of the text in a header; the rest of a longer one is sent alone
 _TEXT = slice(_LENGTH_BYTES, _LENGTH_BYTES + _TEXT_BYTES)
 _STATES = slice(_LENGTH_BYTES + _TEXT_BYTES, None)
-
-Messages = Sequence[tuple[torch.Tensor, int]]  # with the rank of the peer
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Links:
 
     def send(self, message: Message, peers: Sequence[int], *, backward: bool = False) -> None:
         """Send a message to some ranks; in a forward, with the states of the generators."""
+        # Memory alone is sent: a conjugate that is only a mark of the tensor would be lost.
         tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in message.tensors]
         rows = []
         for tensor, needs in zip(tensors, message.have_gradients, strict=True):
@@ -112,28 +112,14 @@ class Links:
         placed = [with_layout(one, *row[2:4]) for one, row in zip(tensors, rows, strict=True)]
         return Message(placed, [bool(row[4]) for row in rows], values, has_failed)
 
-    def exchange(self, own: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
-        """Return the tensors of some ranks by rank; each of them, this one too, calls this."""
-        own = own.contiguous()
-        others = [rank for rank in ranks if rank != self.world.rank]
-        tensors = {rank: torch.empty_like(own) for rank in others}
-        tensors[self.world.rank] = own
-        sent = [(own, rank) for rank in others]
-        received = [(tensors[rank], rank) for rank in others]
-        self._communicate(sent, received, "gradients of a shared weight")
-        return [tensors[rank] for rank in ranks]
-
     def _header(self, backward: bool) -> torch.Tensor:
         states = 0 if backward else sum(self._sizes)
         return torch.zeros(_STATES.start + states, dtype=torch.uint8)
 
-    def _communicate(
-        self, sent: Messages, received: Messages = (), name: str = "a message between stages"
-    ) -> None:
-        outgoing = [(tensor, peer) for tensor, peer in sent if tensor.numel() > 0]
-        incoming = [(tensor, peer) for tensor, peer in received if tensor.numel() > 0]
-        if outgoing or incoming:
-            self.world.run_collective(lambda: communicate(self.world, outgoing, incoming), name)
+    def _communicate(self, sent: Messages, received: Messages = ()) -> None:
+        self.world.run_collective(
+            lambda: communicate(self.world, sent, received), "a message between stages"
+        )
 
 
 def _as_bytes(data: bytes) -> torch.Tensor:
@@ -150,16 +136,13 @@ def with_layout(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> to
     if tuple(tensor.stride()) == tuple(strides) and not offset:
         return tensor
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    memory = tensor.new_empty(offset + max(0, last) + 1).untyped_storage()
-    copy = tensor.new_empty(0)
+    memory = tensor.new_empty(offset + max(0, last) + 1)
+    # `data`: stages change received tensors in place, which autograd restricts for views.
+    placed = memory.as_strided(tensor.shape, strides, offset).data
     # Elements of a dimension with stride 0 share memory: one of them is written.
-    distinct = [
-        min(size, 1) if stride == 0 else size
-        for size, stride in zip(tensor.shape, strides, strict=True)
-    ]
-    copy.set_(memory, offset, distinct, strides)
-    copy.copy_(tensor[tuple(slice(size) for size in distinct)])
-    return copy.set_(memory, offset, tensor.shape, strides)
+    distinct = tuple(slice(None) if stride else slice(1) for stride in strides)
+    placed[distinct] = tensor[distinct]
+    return placed
 
 
 class Received(torch.autograd.Function):
@@ -171,6 +154,7 @@ class Received(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.links = links
         ctx.peer = peer
+        # An absent gradient stays absent in the stage before, as in one process.
         ctx.set_materialize_grads(False)
         tensors = zip(message.tensors, message.have_gradients, strict=True)
         ctx.mark_non_differentiable(*[tensor for tensor, needs in tensors if not needs])
@@ -193,6 +177,7 @@ class Sent(torch.autograd.Function):
     def forward(ctx: Any, links: Links, peer: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.links = links
         ctx.peer = peer
+        # A token stands for the tensors in this graph: the next stage computes with them.
         return torch.zeros((), device=links.world.device)
 
     @staticmethod
@@ -253,8 +238,10 @@ class Shared(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor | None, token: torch.Tensor | None) -> Any:
         if gradient is None:
+            # Other stages wait for a gradient of this one.
             gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
-        *others, total = ctx.links.exchange(gradient, ctx.ranks)
+        name = "gradients of a shared weight"
+        *others, total = gather_equal(ctx.links.world, gradient, ctx.ranks, name)
         # The order of a backward in one process, which begins with the last stage.
         for part in reversed(others):
             total = total + part

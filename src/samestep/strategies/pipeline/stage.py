@@ -9,7 +9,6 @@ Decisions: docs/decisions/layouts.md
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
@@ -38,7 +36,7 @@ from samestep.view.slots import Entry, ParameterSlots
 _MARK = "stage "
 
 
-class GraphExecutor(fx.Interpreter):
+class GraphExecutor:
     """Execution of a stage's graph with the current modules and tensors of a model.
 
     Attributes:
@@ -46,33 +44,17 @@ class GraphExecutor(fx.Interpreter):
     """
 
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(model, graph=graph)
         names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
         self.inputs = [name.removeprefix("input_") for name in names if name.startswith("input_")]
+        self._model = model
+        code = graph.python_code("self")
+        self._names = dict(code.globals)
+        # Not a `GraphModule`, which would compute with the parameters that the model has now.
+        exec(code.src, self._names)
 
     def __call__(self, *args: Any) -> Any:
         """Return the output of the graph for the values of its placeholders, in order."""
-        run = copy.copy(self)  # slices of a call take turns in threads
-        run.env = {}
-        run.args_iter = iter(args)
-        # Not `run`, which starts a thread of tqdm, changes the messages of errors and keeps inputs
-        # and outputs alive.
-        for node in self.graph.nodes:
-            output = run.env[node] = run.run_node(node)
-            for used in self.user_to_last_uses.get(node, ()):
-                del run.env[used]
-        return _plain(output)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with plain containers for those of a graph, which cannot be changed."""
-    if type(value) is immutable_dict:
-        return {key: _plain(item) for key, item in value.items()}
-    if type(value) is tuple:
-        return tuple(_plain(item) for item in value)
-    if type(value) is immutable_list:
-        return [_plain(item) for item in value]
-    return value
+        return self._names["forward"](self._model, *args)
 
 
 @dataclass

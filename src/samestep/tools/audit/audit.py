@@ -23,7 +23,7 @@ from typing import TextIO
 
 from rich.padding import Padding
 
-from samestep.distributed.env import environment_copy
+from samestep.distributed.env import all_variables
 from samestep.distributed.logging import plain_console
 from samestep.distributed.signals import GROUP_SIGNALS, handled_signals
 from samestep.errors import InputError, printable
@@ -70,7 +70,7 @@ def run_observed(command: Sequence[str], folder: Path, *, quiet: bool) -> int:
             writable.
     """
     install_hooks(Path(sysconfig.get_path("purelib")))
-    variables = environment_copy()
+    variables = all_variables()
     # As in an activated environment: `python` and `torchrun` are those with the hooks in their
     # packages.
     programs = variables.get("PATH", os.defpath)
