@@ -283,7 +283,7 @@ def _strategy(
     shape = world.mesh_shape
     is_exact = reduction == "exact"
     has_shards = name in ("fsdp", "hsdp") and world.size > 1
-    options: dict[str, Any] = {"reduction": reduction, "hook": config.hook}
+    options: dict[str, Any] = {"reduction": reduction, "gather": config.gather, "hook": config.hook}
     if has_shards:  # on one rank, options for several ranks are valid
         options |= {"sharding": name, "tensor_slices": slices}
     require_compatible(options)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from samestep.errors import InputError, RunError, SamestepError
 
+_OWN_PRECISION = "parameters and gradients in their own precision with this reduction"
 _WITHOUT_DECAY = "optimizer.layer_decay=null"
 
 
@@ -30,10 +31,17 @@ class Exclusion(NamedTuple):
 
 EXCLUSIONS = (
     Exclusion(
+        ("reduction", "gather"),
+        lambda reduction, gather: reduction == "exact" and gather != "fp32",
+        "samestep.parallel: reduction={!r} with gather={!r}",
+        _OWN_PRECISION,
+        "gather='fp32'",
+    ),
+    Exclusion(
         ("reduction", "hook"),
         lambda reduction, hook: reduction == "exact" and hook != "none",
         "samestep.parallel: reduction={!r} with hook={!r}",
-        "gradients in their own precision with this reduction",
+        _OWN_PRECISION,
         "hook='none'",
     ),
     Exclusion(

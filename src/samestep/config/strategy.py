@@ -30,7 +30,7 @@ _AXES_OF_STRATEGY = {
     "pp": ("pipeline", "replicate", "tensor"),
 }
 # Options that have an effect only with an axis, or only under some strategies.
-_AXIS_OF_OPTION = {"offload": "shard", "stages": "pipeline"}
+_AXIS_OF_OPTION = {"offload": "shard", "gather": "shard", "stages": "pipeline"}
 _STRATEGIES_OF_OPTION = {
     "hook": ("auto", "ddp"),
     "devices": ("device_map",),
@@ -77,6 +77,7 @@ class StrategyConfig(Constrained):
         hook: for `ddp` under `fast`: gradient compression; any value except `none` rounds
             gradients.
         offload: for a shard axis: keep parameters and optimizer state in host memory.
+        gather: for a shard axis: precision of gathered parameters and of computation.
         stages: for a pipeline axis: names of the first modules of the second and later stages;
             empty for stages of similar cost.
         devices: for `device_map`: devices of each rank; None for all devices.
@@ -89,6 +90,7 @@ class StrategyConfig(Constrained):
     mesh: MeshConfig = field(default_factory=MeshConfig)
     hook: Hook = "none"
     offload: bool = False
+    gather: Literal["fp32", "bf16"] = "fp32"
     stages: tuple[str, ...] = ()
     devices: Annotated[int, Ge(1)] | None = None
     place: dict[str, int] = field(default_factory=dict)
@@ -100,7 +102,8 @@ class StrategyConfig(Constrained):
             tensor_slices: number of slices of matrix products.
         """
         divides_products = self.name == "tp" or self.mesh.sizes.get("tensor", 1) > 1
-        return not (divides_products and tensor_slices == 1) and self.hook == "none"
+        rounds = self.hook != "none" or self.gather != "fp32"
+        return not (divides_products and tensor_slices == 1) and not rounds
 
     @property
     def ranks_per_model(self) -> int:

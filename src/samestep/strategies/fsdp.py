@@ -21,10 +21,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from samestep.config import StrategyConfig
 from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
@@ -240,8 +248,10 @@ def shard_model(model: nn.Module, world: World) -> None:
     if config.offload:  # without a GPU, pinned memory cannot be allocated
         offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device))
     axes = _shard_axes(world)
-    for module in (*shard_units(model), model):
-        fully_shard(module, mesh=axes, offload_policy=offload, ignored_params=ignored)
+    for module, precision in _with_precision(shard_units(model), model, config):
+        fully_shard(
+            module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are those of the whole batch, and gloo has no reduction that divides.
@@ -296,4 +306,24 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
         for module in units
         if sum(p.numel() for p in module.parameters()) > min_size
         and all(users[p] == 1 for p in module.parameters())
+    ]
+
+
+def _with_precision(
+    units: list[nn.Module], model: nn.Module, config: StrategyConfig
+) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Return modules, the model last, with their policies; reductions are in float32."""
+    if config.gather == "fp32":
+        return [(module, MixedPrecisionPolicy()) for module in (*units, model)]
+    full = torch.float32
+    half = torch.bfloat16
+    # Running statistics are float32, and torch's batch norm requires one dtype for all arguments.
+    norms = [
+        norm for norm in model.modules() if isinstance(norm, _BatchNorm) and list(norm.parameters())
+    ]
+    others = [module for module in units if module not in norms]
+    return [
+        *((norm, MixedPrecisionPolicy(full, full, output_dtype=half)) for norm in norms),
+        *((module, MixedPrecisionPolicy(half, full)) for module in others),
+        (model, MixedPrecisionPolicy(half, full, output_dtype=full)),
     ]

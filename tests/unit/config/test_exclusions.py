@@ -11,6 +11,7 @@ from samestep.config.exclusions import _USES, EXCLUSIONS, excluded, require_comp
 from samestep.errors import InputError
 
 EXCLUDED: list[dict[str, Any]] = [
+    {"reduction": "exact", "gather": "bf16"},
     {"reduction": "exact", "hook": "fp16"},
     {"sharding": "hsdp", "tensor_slices": 2},
     {"sharing": "gloo", "pipeline": 2},

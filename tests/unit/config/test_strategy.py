@@ -102,6 +102,7 @@ def test_more_data_ranks_than_microbatches_is_an_error() -> None:
     ("strategy", "processes", "error"),
     [
         (StrategyConfig(name="ddp", offload=True), 2, "strategy.offload without a shard axis"),
+        (StrategyConfig(name="ddp", gather="bf16"), 2, "strategy.gather without a shard axis"),
         (StrategyConfig(name="tp", stages=("b",)), 2, "strategy.stages without a pipeline axis"),
         (StrategyConfig(name="fsdp", hook="fp16"), 2, "strategy.hook with strategy.name fsdp"),
         (StrategyConfig(name="ddp", devices=2), 2, "strategy.devices with strategy.name ddp"),
@@ -113,7 +114,7 @@ def test_option_without_an_effect_is_an_error(strategy: StrategyConfig, processe
     assert caught.value.code == "E_STRATEGY"
 
 
-@pytest.mark.parametrize("values", [{"name": "zero"}, {"hook": "int8"}, {"devices": 0}])
+@pytest.mark.parametrize("values", [{"name": "zero"}, {"gather": "fp8"}, {"hook": "int8"}, {"devices": 0}])
 def test_invalid_value_is_an_error_with_the_key(values: dict[str, object]) -> None:
     with pytest.raises(RecipeError, match=rf"strategy\.{next(iter(values))} is"):
         StrategyConfig(**values)  # type: ignore[arg-type]

@@ -487,6 +487,7 @@ def test_offload_changes_no_result() -> None:
 @pytest.mark.parametrize(
     ("options", "others"),
     [
+        ({"gather": "bf16"}, ("exact",)),
         ({"name": "ddp", "hook": "bf16"}, ("exact",)),
         ({}, ("fast", 2)),  # slices of products
     ],
