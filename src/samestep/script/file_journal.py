@@ -223,14 +223,6 @@ def make_folders(path: str) -> None:
         make_folders(path)
 
 
-def below(path: str) -> list[str]:
-    """Return a path and all paths below it, a folder before its content."""
-    paths = [path]
-    for folder, folders, files in os.walk(path):
-        paths += [f"{folder}/{name}" for name in (*folders, *files)]
-    return paths
-
-
 def begins_again(mode: str) -> bool:
     """Whether a file in this mode is written from its beginning, and its memory is not mapped."""
     return not set("ar+") & set(mode)

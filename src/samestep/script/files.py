@@ -21,7 +21,6 @@ from samestep.script.file_journal import (
     How,
     Journal,
     begins_again,
-    below,
     copy_file,
     listing_of,
     noted_file,
@@ -371,7 +370,8 @@ class FirstWriter:
             return []
         paths = [source]
         if os.path.isdir(source) and not os.path.islink(source):
-            paths = below(source)
+            for folder, folders, files in os.walk(source):
+                paths += [f"{folder}/{name}" for name in (*folders, *files)]
         moves: list[tuple[str, str | None]] = []
         for each in paths:
             new = path + each.removeprefix(source)

@@ -17,8 +17,6 @@ from samestep.script.file_journal import (
     WRITING,
     How,
     begins_again,
-    below,
-    clear,
     copy_file,
     key_of,
     make_folders,
@@ -305,12 +303,15 @@ class Overlay(FileView):
         self._set(place, target, is_dropped=is_lost, token=self._dropped.get(actual))
 
     def remove(self, path: Any) -> None:
-        self._remove(path, REAL.unlink, is_folder=False)
+        self._remove(path, is_folder=False)
 
     def rmdir(self, path: Any) -> None:
-        self._remove(path, REAL.rmdir, is_folder=True)
+        self._remove(path, is_folder=True)
 
-    def _remove(self, path: Any, real: Callable[[Any], None], *, is_folder: bool) -> None:
+    def _remove(self, path: Any, *, is_folder: bool) -> None:
+        real = REAL.unlink
+        if is_folder:
+            real = REAL.rmdir
         place = self._target(path)
         if place is None:
             real(path)
@@ -344,23 +345,30 @@ class Overlay(FileView):
         if state is None:
             raise _error(errno.ENOENT, source, None, path)
         place = place or self._place(path, follow=False)
+        new = "/".join(place)
         if place == old:
             return
-        if stat.S_ISDIR(state.st_mode) and "/".join(place).startswith(f"{start}/"):
+        is_folder = stat.S_ISDIR(state.st_mode)
+        if is_folder and new.startswith(f"{start}/"):
             raise _error(errno.EINVAL, source, None, path)
         existing = self._state(place)
         if existing is None:
             self._require_folder(place, source, None, path)
-        elif stat.S_ISDIR(existing.st_mode) != stat.S_ISDIR(state.st_mode):
-            code = errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR
+        elif stat.S_ISDIR(existing.st_mode) != is_folder:
+            code = errno.ENOTDIR if is_folder else errno.EISDIR
             raise _error(code, source, None, path)
-        elif stat.S_ISDIR(existing.st_mode):
-            self.rmdir(path)
-        paths = below(start) if stat.S_ISDIR(state.st_mode) else [start]
-        for each in paths:
-            self._move(each, "/".join(place) + each.removeprefix(start))
-        for each in reversed(paths):
-            self._forget(each)
+        elif is_folder or stat.S_ISLNK(state.st_mode):
+            self._remove(path, is_folder=is_folder)
+        if is_folder:
+            # Each entry by itself: a part of them may be here, another one in the real file system.
+            self.mkdir(new)
+            for name in self.listdir(start):
+                self.replace(f"{start}/{name}", f"{new}/{name}")
+        elif stat.S_ISLNK(state.st_mode):
+            self.symlink(self._query(start, REAL.readlink, follow=False), new)
+        else:
+            self._move(start, new)
+        self._forget(start)
         self._folders.clear()
 
     def _move(self, source: str, path: str) -> None:
@@ -369,20 +377,14 @@ class Overlay(FileView):
         target = path if is_real else self._private(place)
 
         def copy(actual: Any) -> tuple[str, bool]:
-            mode = REAL.lstat(actual).st_mode
             is_dropped = actual in self._dropped
-            if stat.S_ISDIR(mode):
-                make_folders(target)
-            elif stat.S_ISLNK(mode):
-                clear(target)
-                REAL.symlink(REAL.readlink(actual), target)
-            elif not self._is_own(actual):
+            if not self._is_own(actual):
                 is_dropped = not copy_file(actual, target, self._keep_bytes) or is_dropped
             return actual, is_dropped
 
         actual, is_dropped = self._query(source, copy, follow=False)
         token = self._dropped.get(actual)
-        if self._is_own(actual) and stat.S_ISREG(REAL.lstat(actual).st_mode):
+        if self._is_own(actual):
             REAL.replace(actual, target)
         if self._exempt.covers(source):
             token = self._closed(path)
