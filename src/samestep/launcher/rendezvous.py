@@ -284,6 +284,7 @@ def _poll(
 
 def _poll_seconds(waited: float) -> float:
     """Return the time until the next read after a wait of some seconds."""
+    # Short at first: ranks that start together arrive within milliseconds.
     return min(max(waited / 8, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS)
 
 

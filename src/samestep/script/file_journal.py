@@ -76,6 +76,7 @@ class Journal:
 
     def append(self, *entry: Any) -> None:
         """Append a line at once."""
+        # One write: lines of several processes and threads do not mix.
         os.write(self._descriptor, json.dumps(entry).encode() + b"\n")
 
     def has_grown(self) -> bool:
@@ -284,6 +285,7 @@ class Exemptions:
 
     def is_foreign(self, path: str) -> bool:
         """Whether rank 0 prepares nothing at this path, or an import of a library asks for it."""
+        # "/<" begins names of code without a file, as <string>, which tracebacks look up.
         is_of_system = path.startswith(self._system) or "/<" in path or "-packages/" in path
         if is_of_system or self._is_temporary(path):
             return True

@@ -221,6 +221,7 @@ class FirstWriter:
 
     def _can_begin_again(self, name: str, state: os.stat_result) -> bool:
         """Whether a new file can take the place of an old one, which no other object writes."""
+        # Another link would keep the old content, and another owner would change.
         is_own = state.st_nlink == 1 and state.st_uid == os.geteuid()
         is_plain = stat.S_ISREG(state.st_mode) and is_own
         is_free = name in self._large or (self._is_ready and name not in self._opened)
@@ -241,6 +242,7 @@ class FirstWriter:
             REAL.symlink(REAL.readlink(name), copy)
             return copy, False
         if is_unchanged and state.st_nlink == 1:
+            # Costs no space, although the file may be large.
             with suppress(OSError):  # another file system
                 REAL.link(name, copy)
                 return copy, False

@@ -314,6 +314,7 @@ class FirstRankPrograms:
         with self._status.waiting("a program of rank 0"):
             while not path.exists() and not is_passed:
                 time.sleep(_POLL_SECONDS)
+                # In this order: rank 0 writes the result before it goes on.
                 is_passed = self._has_passed() and not path.exists()
         result = None
         if not is_passed:

@@ -318,6 +318,7 @@ class Overlay(FileView):
             return
         state = self._state(place)
         actual = self._find(place)
+        # Rank 0 may have removed it, before it was ready, in the same call of the script.
         if state is None and (actual is not None or "/".join(place) not in self._removed):
             raise _error(errno.ENOENT, path)
         if state is not None and stat.S_ISDIR(state.st_mode) != is_folder:
@@ -413,6 +414,7 @@ class Overlay(FileView):
                 real(path, *arguments, **options)
                 return
             actual = self._query(path, lambda target: REAL.lstat(target) and target, follow=follow)
+            # Other files are those of the real file system, which rank 0 alone changes.
             if isinstance(actual, str) and self._is_own(actual):
                 real(actual, *arguments, **options)
 
