@@ -42,7 +42,6 @@ from samestep.errors import InputError, RunError
 from samestep.launcher.pickling import pack, unpack
 from samestep.script.replaced import PATHS, replaced
 
-_BLOCK = 64  # bytes of one hash
 # Names of files, sockets and semaphores, and keys of connections, differ between processes.
 _OWN_BYTES = ("tempfile", "multiprocessing")
 _SEEDING = "samestep.distributed.rng"  # seeds for samples, and restores
@@ -67,7 +66,7 @@ class EqualBytes:
     """
 
     def __init__(self, seed: bytes) -> None:
-        self._key = hashlib.blake2b(seed).digest()
+        self._seed = hashlib.sha256(seed).digest()  # of one length, whatever follows
         self._draws: Counter[str] = Counter()
         self._owner = os.getpid(), threading.get_ident()
         self._urandom = os.urandom
@@ -87,12 +86,8 @@ class EqualBytes:
             return self._urandom(size)
         place = f"{script_line(frame)} {module}:{frame.f_lineno}"
         self._draws[place] += 1
-        message = f"{place} {self._draws[place]}"
-        blocks = (
-            hashlib.blake2b(f"{message} {number}".encode(), key=self._key).digest()
-            for number in range(-(-size // _BLOCK))
-        )
-        return b"".join(blocks)[:size]
+        message = f"{place} {self._draws[place]}".encode()
+        return hashlib.shake_256(self._seed + message).digest(size)
 
 
 @contextmanager
