@@ -27,7 +27,7 @@ from samestep.script.file_journal import (
     open_function,
 )
 from samestep.script.overlay import Overlay
-from samestep.script.replaced import PATHS, Replaced, database_path, path_argument
+from samestep.script.replaced import PATHS, Replaced, database_path
 
 KEEP_BYTES = 64 * 2**20
 _MAX_HELD = 256  # large files; a process has 1,024 descriptors
@@ -386,22 +386,15 @@ class FirstWriter:
             self._change(each, follow=False, removes=True)
         return moves
 
-    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            return self._exempt.passing(real, *arguments, **options)
+    def read_in_cpp(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        return self._exempt.passing(read, path)
 
-        return call
-
-    def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            path, _ = path_argument(position, keyword, arguments, options)
-            name = self._change(path, truncates=True)
-            result = self._exempt.passing(real, *arguments, **options)
-            if name:
-                self._closed(name)
-            return result
-
-        return call
+    def write_in_cpp(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        name = self._change(path, truncates=True)
+        result = self._exempt.passing(write, path)
+        if name:
+            self._closed(name)
+        return result
 
 
 def _through(descriptor: int) -> str:

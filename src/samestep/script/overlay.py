@@ -24,7 +24,7 @@ from samestep.script.file_journal import (
     open_function,
 )
 from samestep.script.file_view import MISSING, FileView, Place
-from samestep.script.replaced import PATHS, database_path, path_argument
+from samestep.script.replaced import PATHS, database_path
 
 # Functions whose replacement is the method of the same name.
 _OWN = (
@@ -214,38 +214,24 @@ class Overlay(FileView):
         )
         return int(REAL.descriptor(target or path, flags, mode))
 
-    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            path, put = path_argument(position, keyword, arguments, options)
-            if path is None:
-                return real(*arguments, **options)
-            try:
-                # Another file can be at the path later.
-                descriptor = self.descriptor(path, os.O_RDONLY)
-            except MISSING:
-                return real(*arguments, **options)  # perhaps a URL
-            try:
-                positional, named = put(f"/dev/fd/{descriptor}")
-                return self._exempt.passing(real, *positional, **named)
-            finally:
-                os.close(descriptor)
+    def read_in_cpp(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        try:
+            # Another file can be at the path later.
+            descriptor = self.descriptor(path, os.O_RDONLY)
+        except MISSING:
+            return read(path)  # perhaps a URL
+        try:
+            return self._exempt.passing(read, f"/dev/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
 
-        return call
-
-    def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            path, put = path_argument(position, keyword, arguments, options)
-            target = ""
-            if path is not None:
-                target = self._opened(path, copies=False, most=0)
-            if not target:
-                return real(*arguments, **options)
-            positional, named = put(target)
-            result = real(*positional, **named)
-            self._written(target)
-            return result
-
-        return call
+    def write_in_cpp(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        target = self._opened(path, copies=False, most=0)
+        if not target:
+            return write(path)
+        result = write(target)
+        self._written(target)
+        return result
 
     def connect(self, *arguments: Any, **options: Any) -> Any:
         path, put = database_path(arguments, options)
