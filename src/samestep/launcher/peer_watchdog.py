@@ -127,6 +127,7 @@ class PeerWatchdog:
                 exit_process(EXIT_FAILED)
 
     def _send_status(self) -> None:
+        # The number of the beat tells an unchanged status from that of a stopped process.
         self._beats += 1
         status = json.dumps(asdict(self._rank_status.snapshot))
         self._store.set(str(self._job.rank), f"{self._beats}\n{status}")

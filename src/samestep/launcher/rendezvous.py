@@ -112,6 +112,7 @@ def host_tcp_store(
     A store that opens its own port listens on every interface.
     """
     descriptor = listener.detach()
+    # Without torch's wait for workers: `wait_for_ranks` names the missing ones.
     return dist.TCPStore(
         *address, size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
@@ -331,7 +332,7 @@ def report_failure(
     with suppress(dist.DistError):
         if failure.is_consequence:
             wait_for_keys(store, [_EXIT_CODE], _SETTLE_SECONDS)
-        is_first = store.add(_REPORTERS, 1) == 1
+        is_first = store.add(_REPORTERS, 1) == 1  # atomic
         if is_first:
             if show is not None:
                 show()

@@ -252,6 +252,7 @@ class FirstRankPrograms:
 
         with (
             replaced(subprocess, run=run, call=call),
+            # Its method, not the class: libraries derive classes from it.
             replaced(subprocess.Popen, __init__=start),
             replaced(os, system=system),
         ):

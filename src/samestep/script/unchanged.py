@@ -207,6 +207,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     programs = FirstRankPrograms(rank, folder, worker.rank_status, writer.has_passed)
     stack.enter_context(programs.installed())
     view.before_word = partial(_begin, view, writer, worker)
+    # The last one ends first: threads may register functions, and both may write files.
     for end in (files_closed, exit_functions_called, threads_joined):
         stack.enter_context(end())
     stack.enter_context(_ending_on_request(view))
