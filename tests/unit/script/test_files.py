@@ -547,6 +547,24 @@ def test_no_order_of_ranks_shows_another_version_of_a_large_file(seed: int, tmp_
     assert on_ranks(body, tmp_path) == [[{0}, {1}, {2}, {3}]] * 3
 
 
+def test_a_renamed_folder_keeps_its_large_files_and_links(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        results = []
+        for epoch in range(2):
+            rank.exchange()
+            (rank.first_later if epoch else rank.first_earlier)(0.1)
+            os.makedirs("part/deep")
+            Path("part/deep/model").write_bytes(bytes([epoch]) * LARGE)
+            os.symlink("deep/model", "part/newest")
+            shutil.rmtree("complete", ignore_errors=True)
+            os.rename("part", "complete")
+            results.append((set(Path("complete/newest").read_bytes()), os.path.exists("part")))
+        return results
+
+    assert on_ranks(body, tmp_path) == [[({0}, False), ({1}, False)]] * 3
+    assert list(tree(tmp_path)) == ["complete", "complete/deep", "complete/deep/model", "complete/newest"]
+
+
 def test_a_forked_process_waits_for_a_large_file_of_a_later_exchange(tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         asks, sends = os.pipe()
