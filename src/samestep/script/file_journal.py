@@ -187,12 +187,6 @@ def open_function(
     return open
 
 
-def clear(path: str) -> None:
-    """Remove a file or link, unless there is none."""
-    with suppress(FileNotFoundError):
-        REAL.unlink(path)
-
-
 def copy_file(source: str, target: str, most: float) -> bool:
     """Copy a file with its mode and times.
 
@@ -202,7 +196,8 @@ def copy_file(source: str, target: str, most: float) -> bool:
         Whether the content was copied.
     """
     state = REAL.stat(source)
-    clear(target)
+    with suppress(FileNotFoundError):
+        REAL.unlink(target)
     with REAL.open(source, "rb") as old, REAL.open(target, "wb") as new:
         if state.st_size <= most:
             shutil.copyfileobj(old, new, 1 << 20)
@@ -211,17 +206,6 @@ def copy_file(source: str, target: str, most: float) -> bool:
     REAL.chmod(target, stat.S_IMODE(state.st_mode))
     REAL.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
     return bool(state.st_size <= most)
-
-
-def make_folders(path: str) -> None:
-    """Make a folder and those above it, unless they exist."""
-    try:
-        REAL.mkdir(path)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_folders(os.path.dirname(path))
-        make_folders(path)
 
 
 def begins_again(mode: str) -> bool:
