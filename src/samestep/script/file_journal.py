@@ -132,12 +132,17 @@ How = tuple[str, int, str | None, str | None, str | None]
 
 
 def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | None = None) -> Any:
-    """Open the file `target` as `open(name, *how)` does; see `NotedFile`."""
+    """Open the file `target` as `open(name, *how)` does.
+
+    With `on_close`, which is called after the close, it is only written, from its beginning.
+    """
     mode, buffering, encoding, errors, newline = how
 
     def opener(_: str, flags: int) -> int:
         return int(REAL.descriptor(target, flags, 0o666))
 
+    if on_close is None:
+        return REAL.open(name, *how, opener=opener)
     raw = NotedFile(os.fspath(name), re.sub("[bt]", "", mode), opener=opener)
     raw.on_close = on_close
     raw.process = os.getpid()
@@ -146,12 +151,7 @@ def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | 
     size = buffering
     if buffering <= 1:
         size = max(io.DEFAULT_BUFFER_SIZE, os.fstat(raw.fileno()).st_blksize)
-    kind: Any = io.BufferedWriter
-    if "+" in mode:
-        kind = io.BufferedRandom
-    elif "r" in mode:
-        kind = io.BufferedReader
-    buffer = kind(raw, size)
+    buffer = io.BufferedWriter(raw, size)
     if "b" in mode:
         return buffer
     text = io.TextIOWrapper(buffer, encoding, errors, newline, line_buffering=buffering == 1)
