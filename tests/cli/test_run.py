@@ -412,11 +412,7 @@ def test_summary_explains_what_was_divided_with_lines(tmp_path: Path) -> None:
     assert (done.code, done.out) == (0, "")
     lines = [line.removeprefix("samestep: ") for line in done.err.splitlines() if line.startswith("samestep: ")]
     assert lines[1] == "Sequential: 5 of 7 calls divided; whole: first of its kind (1), fewer rows than ranks (1)"
-    assert re.fullmatch(
-        r"\d+% of the time of model calls was divided; calls took \d+% of the run: "
-        r"at most [12]\.\d times as fast as one process",
-        lines[2],
-    )
+    assert re.fullmatch(r"\d+% of the time of model calls was divided", lines[2])
     assert lines[3:6] == [
         "TensorDataset: each process reads its own samples (rank 0 read 112 of the 192 of the run)",
         "the batch size is global: 32 rows are 16 on each process; 64 would need the memory per process that 32 need "

@@ -6,8 +6,8 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_map_only
 
 from samestep.config import StrategyConfig
 from samestep.launcher.process_state import process_state, rank_and_size
@@ -38,7 +36,6 @@ class Observed:
         folder: folder in which it runs, and that receives the record.
         is_plain: by plain Python, on one process.
         is_double: with float64 as default type.
-        is_permuted: with permuted rows in the outermost calls of modules.
         reduction: of divided calls.
         strategy: of divided calls.
     """
@@ -47,7 +44,6 @@ class Observed:
     folder: Path
     is_plain: bool = False
     is_double: bool = False
-    is_permuted: bool = False
     reduction: Any = "fast"
     strategy: Any = "ddp"
 
@@ -74,12 +70,10 @@ class Observed:
         hook = register_optimizer_step_post_hook(partial(_record, steps))
         record: dict[str, Any] = {"calls": []}
         try:
-            around: AbstractContextManager[Any] = permuted_rows() if self.is_permuted else nullcontext()
             if self.is_plain:
-                with around:
-                    yield
+                yield
                 return
-            with unchanged(self.reduction, StrategyConfig(name=self.strategy)) as summary, around:
+            with unchanged(self.reduction, StrategyConfig(name=self.strategy)) as summary:
                 yield
                 if process_state.view is not None:
                     record["calls"] = [vars(one) for one in process_state.view.modules]
@@ -103,38 +97,6 @@ def _record(steps: list[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None
     if len(steps) < STEPS:
         values = [value for group in optimizer.param_groups for value in group["params"]]
         steps.append(torch.cat([full_tensor(value.detach()).double().flatten() for value in values]).numpy())
-
-
-@contextmanager
-def permuted_rows() -> Iterator[None]:
-    """Permute the rows of the batch in the outermost calls of modules with parameters, and those of outputs back."""
-    of_torch = nn.Module.__call__
-    inside = [False]
-    generator = torch.Generator().manual_seed(1)
-
-    def call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-        tensors: Sequence[Any] = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
-        rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
-        if inside[0] or rows < 2 or next(module.parameters(), None) is None:
-            return of_torch(module, *arguments, **options)
-        order = torch.randperm(rows, generator=generator)
-        back = order.argsort()
-
-        def moved(indices: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return value[indices] if value.dim() and value.shape[0] == rows else value
-
-        inside[0] = True
-        try:
-            arguments, options = tree_map_only(torch.Tensor, partial(moved, order), (arguments, options))
-            return tree_map_only(torch.Tensor, partial(moved, back), of_torch(module, *arguments, **options))
-        finally:
-            inside[0] = False
-
-    nn.Module.__call__ = call
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = of_torch
 
 
 def run(observed: Observed) -> None:

@@ -5,9 +5,8 @@
 
 Checks of each script:
 
-- *text*: what it prints on 1, 2, 3 and 4 processes is that of plain Python, numbers rounded to 3 digits. If that of a
-  plain run with permuted rows differs too, the parameters of the first 10 steps are compared in its place: at most 10
-  times the distance of the permuted run. A text that differs otherwise must be equal with float64;
+- *text*: what it prints on 1, 2, 3 and 4 processes is that of plain Python, numbers rounded to 3 digits. A text that
+  differs must be equal with float64: rounding has changed it;
 - *float64*: the parameters of the first 10 steps differ by at most 1e-10, with float64 as default type;
 - *fsdp*: with divided parameters on 3 processes, text as above, or an error that says what torch cannot do with them;
 - *bits*: with `--exact`, text and steps on 1, 2 and 3 processes have one SHA-256.
@@ -38,7 +37,6 @@ from unchanged.observer import Observed
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PRELOAD = ("numpy", "torchvision", "torch.optim.lr_scheduler", "samestep.script.unchanged", "unchanged.observer")
 LIMIT_DOUBLE = 1e-10
-FACTOR = 10.0
 _NUMBER = re.compile(r"[-+]?\d+\.\d+(?:[eE][-+]?\d+)?")
 _TIMES = re.compile(r"\b\d+(\.\d+)?\s?(it/s|s/it|ms|s)\b|\d+:\d\d")
 
@@ -56,7 +54,7 @@ class Verdict:
     seconds: float = 0.0
     note: str = ""
     sharded: str = "not run"  # with `--strategy fsdp`
-    is_rounded: bool = False  # permuted rows change the text of plain Python, too
+    is_rounded: bool = False  # the text is equal with float64 only
 
     @property
     def kind(self) -> str:
@@ -116,11 +114,6 @@ def different_line(one: str, other: str) -> str | None:
     return None if len(first) == len(second) else f"{len(first)} and {len(second)} lines"
 
 
-def same_words(one: str, other: str) -> bool:
-    """Whether two texts are equal apart from their numbers with decimals."""
-    return [_NUMBER.sub("#", line) for line in rounded(one)] == [_NUMBER.sub("#", line) for line in rounded(other)]
-
-
 def distance(one: Path, other: Path) -> float:
     """Return the largest relative distance of the parameters of steps."""
     largest = 0.0
@@ -151,7 +144,6 @@ class Comparison:
         self.script = script
         self.folder = folder
         self.options = options
-        self.permuted: Path | None = None
         self._runs_in_double: dict[tuple[Any, ...], Path | None] = {}
         self.verdict = Verdict(script.stem)
 
@@ -194,7 +186,7 @@ class Comparison:
 
     def _require_equal_text(self, name: str, base: Path, run: Path, number: int, strategy: str = "ddp") -> bool:
         other = different_line((base / "out").read_text(), (run / "out").read_text())
-        if other is None or self._is_rounding(base, run):
+        if other is None:
             return True
         if self._is_equal_in_double(number, strategy):
             self.verdict.is_rounded = True
@@ -210,21 +202,6 @@ class Comparison:
             self.verdict.sharded = f"error: {_reason(failure)}"
         elif self._require_equal_text("with fsdp on 3", base, observed.folder, 3, "fsdp"):
             self.verdict.sharded = "equal"
-
-    def _is_rounding(self, base: Path, run: Path) -> bool:
-        """Whether permuted rows change the numbers too, and the steps of a run are as close as with permuted rows."""
-        if self.permuted is None:
-            self.permuted = self.run("permuted", 1, is_plain=not self.verdict.note, is_permuted=True)
-        if self.permuted is None:
-            return False
-        expected, text, permuted = ((folder / "out").read_text() for folder in (base, run, self.permuted))
-        if not same_words(expected, text) or different_line(expected, permuted) is None:
-            return False
-        limit = FACTOR * distance(base, self.permuted)
-        if not 0.0 < distance(base, run) <= limit:
-            return False
-        self.verdict.is_rounded = True
-        return True
 
     def _note_calls(self, run: Path) -> None:
         calls = json.loads((run / "calls.json").read_text())["calls"]

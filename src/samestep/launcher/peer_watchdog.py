@@ -29,16 +29,8 @@ from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.errors import EXIT_FAILED, bounded
 from samestep.launcher.failure import Failure
 from samestep.launcher.process_state import Job
-from samestep.launcher.rendezvous import (
-    report_failure,
-    wait_for_keys,
-)
-from samestep.launcher.watchdog import (
-    Hang,
-    ProgressTimer,
-    RankState,
-    Watchdog,
-)
+from samestep.launcher.rendezvous import report_failure, wait_for_keys
+from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, Watchdog
 from samestep.launcher.worker import exit_process
 
 _MIN_INTERVAL = 0.25
@@ -135,6 +127,7 @@ class PeerWatchdog:
                 exit_process(EXIT_FAILED)
 
     def _send_status(self) -> None:
+        # The number of the beat tells an unchanged status from that of a stopped process.
         self._beats += 1
         status = json.dumps(asdict(self._rank_status.snapshot))
         self._store.set(str(self._job.rank), f"{self._beats}\n{status}")

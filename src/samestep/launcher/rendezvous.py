@@ -112,6 +112,7 @@ def host_tcp_store(
     A store that opens its own port listens on every interface.
     """
     descriptor = listener.detach()
+    # Without torch's wait for workers: `wait_for_ranks` names the missing ones.
     return dist.TCPStore(
         *address, size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
@@ -284,6 +285,7 @@ def _poll(
 
 def _poll_seconds(waited: float) -> float:
     """Return the time until the next read after a wait of some seconds."""
+    # Short at first: ranks that start together arrive within milliseconds.
     return min(max(waited / 8, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS)
 
 
@@ -330,7 +332,7 @@ def report_failure(
     with suppress(dist.DistError):
         if failure.is_consequence:
             wait_for_keys(store, [_EXIT_CODE], _SETTLE_SECONDS)
-        is_first = store.add(_REPORTERS, 1) == 1
+        is_first = store.add(_REPORTERS, 1) == 1  # atomic
         if is_first:
             if show is not None:
                 show()

@@ -11,9 +11,9 @@ import os
 import socket
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.machinery import PathFinder, all_suffixes
+from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -148,20 +148,31 @@ def _library_folders() -> tuple[str, ...]:
     return tuple(os.path.join(folder, "") for folder in folders)
 
 
+def specs_of(name: str, path: Sequence[str]) -> Iterator[ModuleSpec]:
+    """Yield the specifications of the packages of a module and of the module, while they exist.
+
+    `importlib.util.find_spec` would import the packages, and run their code.
+    """
+    search: Sequence[str] | None = path
+    parts = name.split(".")
+    for number, part in enumerate(parts, start=1):
+        if search is None or not part:
+            return
+        spec = PathFinder.find_spec(".".join(parts[:number]), search)
+        if spec is None:
+            return
+        yield spec
+        search = spec.submodule_search_locations
+
+
 def _find(name: str) -> str | None:
     """Return the file of a module that is not imported, without importing its packages."""
-    search: Sequence[str] | None = [*sys.path, str(Path.cwd())]
     parts = name.split(".")
-    spec = None
     if not all(part.isidentifier() for part in parts):  # a recorded name is input
         return None
-    for number in range(1, len(parts) + 1):
-        if search is None:
-            return None
-        spec = PathFinder.find_spec(".".join(parts[:number]), search)
-        search = spec.submodule_search_locations if spec is not None else None
-    if spec is not None and spec.has_location:
-        return spec.origin
+    specs = list(specs_of(name, [*sys.path, str(Path.cwd())]))
+    if len(specs) == len(parts) and specs[-1].has_location:
+        return specs[-1].origin
     return None
 
 

@@ -96,6 +96,7 @@ def _watch_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
+    # Not `sys.exit`, which would end this thread alone.
     os.kill(os.getpid(), signal.SIGKILL)
 
 

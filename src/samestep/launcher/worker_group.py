@@ -174,6 +174,7 @@ class WorkerGroup:
                 settle = _SETTLE_SECONDS
                 if all(failure.is_consequence for failure in failures):
                     settle = _KILL_SECONDS
+                # Not later than before: each further failure would extend the wait.
                 self._deadline = min(self._deadline, time.monotonic() + settle)
                 self._exceeds_grace = False
             elif time.monotonic() >= next_check:

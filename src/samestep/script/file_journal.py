@@ -76,6 +76,7 @@ class Journal:
 
     def append(self, *entry: Any) -> None:
         """Append a line at once."""
+        # One write: lines of several processes and threads do not mix.
         os.write(self._descriptor, json.dumps(entry).encode() + b"\n")
 
     def has_grown(self) -> bool:
@@ -131,12 +132,17 @@ How = tuple[str, int, str | None, str | None, str | None]
 
 
 def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | None = None) -> Any:
-    """Open the file `target` as `open(name, *how)` does; see `NotedFile`."""
+    """Open the file `target` as `open(name, *how)` does.
+
+    With `on_close`, which is called after the close, it is only written, from its beginning.
+    """
     mode, buffering, encoding, errors, newline = how
 
     def opener(_: str, flags: int) -> int:
         return int(REAL.descriptor(target, flags, 0o666))
 
+    if on_close is None:
+        return REAL.open(name, *how, opener=opener)
     raw = NotedFile(os.fspath(name), re.sub("[bt]", "", mode), opener=opener)
     raw.on_close = on_close
     raw.process = os.getpid()
@@ -145,12 +151,7 @@ def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | 
     size = buffering
     if buffering <= 1:
         size = max(io.DEFAULT_BUFFER_SIZE, os.fstat(raw.fileno()).st_blksize)
-    kind: Any = io.BufferedWriter
-    if "+" in mode:
-        kind = io.BufferedRandom
-    elif "r" in mode:
-        kind = io.BufferedReader
-    buffer = kind(raw, size)
+    buffer = io.BufferedWriter(raw, size)
     if "b" in mode:
         return buffer
     text = io.TextIOWrapper(buffer, encoding, errors, newline, line_buffering=buffering == 1)
@@ -186,12 +187,6 @@ def open_function(
     return open
 
 
-def clear(path: str) -> None:
-    """Remove a file or link, unless there is none."""
-    with suppress(FileNotFoundError):
-        REAL.unlink(path)
-
-
 def copy_file(source: str, target: str, most: float) -> bool:
     """Copy a file with its mode and times.
 
@@ -201,7 +196,8 @@ def copy_file(source: str, target: str, most: float) -> bool:
         Whether the content was copied.
     """
     state = REAL.stat(source)
-    clear(target)
+    with suppress(FileNotFoundError):
+        REAL.unlink(target)
     with REAL.open(source, "rb") as old, REAL.open(target, "wb") as new:
         if state.st_size <= most:
             shutil.copyfileobj(old, new, 1 << 20)
@@ -210,25 +206,6 @@ def copy_file(source: str, target: str, most: float) -> bool:
     REAL.chmod(target, stat.S_IMODE(state.st_mode))
     REAL.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
     return bool(state.st_size <= most)
-
-
-def make_folders(path: str) -> None:
-    """Make a folder and those above it, unless they exist."""
-    try:
-        REAL.mkdir(path)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_folders(os.path.dirname(path))
-        make_folders(path)
-
-
-def below(path: str) -> list[str]:
-    """Return a path and all paths below it, a folder before its content."""
-    paths = [path]
-    for folder, folders, files in os.walk(path):
-        paths += [f"{folder}/{name}" for name in (*folders, *files)]
-    return paths
 
 
 def begins_again(mode: str) -> bool:
@@ -292,6 +269,7 @@ class Exemptions:
 
     def is_foreign(self, path: str) -> bool:
         """Whether rank 0 prepares nothing at this path, or an import of a library asks for it."""
+        # "/<" begins names of code without a file, as <string>, which tracebacks look up.
         is_of_system = path.startswith(self._system) or "/<" in path or "-packages/" in path
         if is_of_system or self._is_temporary(path):
             return True

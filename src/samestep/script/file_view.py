@@ -223,7 +223,7 @@ class FileView:
                 failure.filename = path
                 raise failure
             if hasattr(result, "close"):
-                result.close()
+                result.close()  # perhaps of a file that rank 0 has changed meanwhile
 
     def _wait(
         self, is_over: Callable[[], bool], name: str, *, is_preparation: bool = False

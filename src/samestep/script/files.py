@@ -21,14 +21,13 @@ from samestep.script.file_journal import (
     How,
     Journal,
     begins_again,
-    below,
     copy_file,
     listing_of,
     noted_file,
     open_function,
 )
 from samestep.script.overlay import Overlay
-from samestep.script.replaced import PATHS, Replaced, database_path, path_argument
+from samestep.script.replaced import PATHS, Replaced, database_path
 
 KEEP_BYTES = 64 * 2**20
 _MAX_HELD = 256  # large files; a process has 1,024 descriptors
@@ -222,6 +221,7 @@ class FirstWriter:
 
     def _can_begin_again(self, name: str, state: os.stat_result) -> bool:
         """Whether a new file can take the place of an old one, which no other object writes."""
+        # Another link would keep the old content, and another owner would change.
         is_own = state.st_nlink == 1 and state.st_uid == os.geteuid()
         is_plain = stat.S_ISREG(state.st_mode) and is_own
         is_free = name in self._large or (self._is_ready and name not in self._opened)
@@ -242,6 +242,7 @@ class FirstWriter:
             REAL.symlink(REAL.readlink(name), copy)
             return copy, False
         if is_unchanged and state.st_nlink == 1:
+            # Costs no space, although the file may be large.
             with suppress(OSError):  # another file system
                 REAL.link(name, copy)
                 return copy, False
@@ -371,7 +372,8 @@ class FirstWriter:
             return []
         paths = [source]
         if os.path.isdir(source) and not os.path.islink(source):
-            paths = below(source)
+            for folder, folders, files in os.walk(source):
+                paths += [f"{folder}/{name}" for name in (*folders, *files)]
         moves: list[tuple[str, str | None]] = []
         for each in paths:
             new = path + each.removeprefix(source)
@@ -384,22 +386,15 @@ class FirstWriter:
             self._change(each, follow=False, removes=True)
         return moves
 
-    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            return self._exempt.passing(real, *arguments, **options)
+    def read_in_cpp(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        return self._exempt.passing(read, path)
 
-        return call
-
-    def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            path, _ = path_argument(position, keyword, arguments, options)
-            name = self._change(path, truncates=True)
-            result = self._exempt.passing(real, *arguments, **options)
-            if name:
-                self._closed(name)
-            return result
-
-        return call
+    def write_in_cpp(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        name = self._change(path, truncates=True)
+        result = self._exempt.passing(write, path)
+        if name:
+            self._closed(name)
+        return result
 
 
 def _through(descriptor: int) -> str:

@@ -94,6 +94,7 @@ def _move_state(before: nn.Parameter, after: Any) -> None:
 def _replace_references(former: Sequence[nn.Parameter], divided: dict[int, Any]) -> None:
     # Not only the optimizer's groups: scripts keep lists of parameters for clipping or averages.
     for holder in gc.get_referrers(*former):
+        # Frames and tuples cannot be changed: a use of what they hold is an error.
         if holder is former or isinstance(holder, FrameType | tuple):
             continue
         if isinstance(holder, CellType):

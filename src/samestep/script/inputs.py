@@ -4,9 +4,8 @@ Random bytes: `uuid` calls `os.urandom`; `SystemRandom`, `secrets` and NumPy's `
 the name of it in `random`. C code is behind `Random.seed` and `torch.seed`, which are replaced, and
 behind `torch.Generator.seed`, which cannot be: the in-step hash finds the difference.
 
-Standard input: rank 0 reads, the others receive what it has read. Descriptor 0 of a rank is that of
-the launcher, in the same process group, although `multiprocessing` has given the null device to
-`sys.stdin`.
+Standard input: refused on several processes. On one, descriptor 0 is that of the launcher, in the
+same process group, although `multiprocessing` has given the null device to `sys.stdin`.
 
 Programs that a script runs to their end: rank 0 runs them, the others receive what they have
 returned. A program that a script only starts (`subprocess.Popen`), or that a library runs, runs on
@@ -15,13 +14,11 @@ every rank.
 
 from __future__ import annotations
 
-import bdb
 import getpass
 import hashlib
 import io
 import locale
 import os
-import pdb
 import random
 import subprocess
 import sys
@@ -45,21 +42,13 @@ from samestep.errors import InputError, RunError
 from samestep.launcher.pickling import pack, unpack
 from samestep.script.replaced import PATHS, replaced
 
-_BLOCK = 64  # bytes of one hash
 # Names of files, sockets and semaphores, and keys of connections, differ between processes.
 _OWN_BYTES = ("tempfile", "multiprocessing")
 _SEEDING = "samestep.distributed.rng"  # seeds for samples, and restores
 # Modules between a caller and the operating system.
 _PASSED = ("random", "secrets", "uuid", __name__)
 
-Share = Callable[[bytes | None], bytes]
-
 _POLL_SECONDS = 0.005
-
-
-def _is_main_thread_of(process: int) -> bool:
-    is_main = threading.current_thread() is threading.main_thread()
-    return os.getpid() == process and is_main
 
 
 # --- random bytes ---
@@ -77,7 +66,7 @@ class EqualBytes:
     """
 
     def __init__(self, seed: bytes) -> None:
-        self._key = hashlib.blake2b(seed).digest()
+        self._seed = hashlib.sha256(seed).digest()  # of one length, whatever follows
         self._draws: Counter[str] = Counter()
         self._owner = os.getpid(), threading.get_ident()
         self._urandom = os.urandom
@@ -97,12 +86,8 @@ class EqualBytes:
             return self._urandom(size)
         place = f"{script_line(frame)} {module}:{frame.f_lineno}"
         self._draws[place] += 1
-        message = f"{place} {self._draws[place]}"
-        blocks = (
-            hashlib.blake2b(f"{message} {number}".encode(), key=self._key).digest()
-            for number in range(-(-size // _BLOCK))
-        )
-        return b"".join(blocks)[:size]
+        message = f"{place} {self._draws[place]}".encode()
+        return hashlib.shake_256(self._seed + message).digest(size)
 
 
 @contextmanager
@@ -158,52 +143,28 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
 # --- standard input ---
 
 
-class _SharedInput(io.RawIOBase):
-    """Bytes of standard input of rank 0, as one of the ranks sees them; no terminal.
+class _RefusedInput(io.RawIOBase):
+    """Standard input of a script on several processes, which refuses to be read; no terminal.
 
     Text streams above it also serve `input`, which finds no descriptor.
-
-    Args:
-        rank: this rank.
-        share: a collective of the main thread that returns the bytes of rank 0; other ranks give
-            None.
     """
-
-    def __init__(self, rank: int, share: Share) -> None:
-        self._is_reader = rank == 0
-        self._share = share
-        self._process = os.getpid()
 
     def readable(self) -> bool:
         return True
 
-    def fileno(self) -> int:
-        problem = "standard input of several processes has no descriptor: use --processes 1"
-        raise io.UnsupportedOperation(problem)
-
-    def readinto(self, buffer: Any) -> int:
-        if not _is_main_thread_of(self._process):
-            raise _refusal("standard input is read in a thread or a child process")
-        own = None
-        if self._is_reader:
-            own = os.read(0, len(buffer))
-        data = self._share(own)
-        buffer[: len(data)] = data
-        return len(data)
+    def readinto(self, buffer: Any) -> NoReturn:
+        # Each rank would take other bytes of the same pipe, or wait for a terminal.
+        raise _refusal("standard input is read, as by input() or a debugger")
 
 
 def _refusal(problem: str) -> InputError:
     file, line = script_line(sys._getframe(1))
     return InputError(
         f"{file}:{line}: {problem}, in a script on several processes",
-        expected="one reader of standard input, in the main thread of each process",
+        expected="a script that asks for nothing at the terminal",
         fix="samestep run --processes 1",
         code="E_LAUNCH",
     )
-
-
-def _refuse_debugger(*_: Any, **__: Any) -> NoReturn:
-    raise _refusal("a debugger")
 
 
 def _refuse_password(*_: Any, **__: Any) -> NoReturn:
@@ -211,31 +172,22 @@ def _refuse_password(*_: Any, **__: Any) -> NoReturn:
 
 
 @contextmanager
-def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
-    """Give the standard input of the launcher to the script, inside the block.
+def console(rank: int, size: int) -> Iterator[None]:
+    """Give the standard input of the launcher to the script on one process, inside the block.
 
-    `input` and `sys.stdin` return the same on all ranks; debuggers and `getpass.getpass` end with
-    an `InputError`. On one process everything is as in plain Python.
-
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        share: returns the bytes that rank 0 gives, on all ranks, which call it in the same order;
-            others give None.
+    On several processes, a read of standard input and `getpass.getpass`, which asks at the terminal
+    itself, end with an `InputError`.
     """
     if size == 1:
         with open(0, encoding=locale.getencoding(), closefd=False) as own, replaced(sys, stdin=own):
             yield
         return
-    shared = io.BufferedReader(_SharedInput(rank, share))
-    stream = io.TextIOWrapper(shared, locale.getencoding())
+    stream = io.TextIOWrapper(io.BufferedReader(_RefusedInput()))
     with ExitStack() as stack:
         if rank > 0:
             stack.enter_context(_without_input())
         stack.enter_context(replaced(sys, stdin=stream))
         stack.enter_context(replaced(getpass, getpass=_refuse_password))
-        stack.enter_context(replaced(bdb.Bdb, set_trace=_refuse_debugger))
-        stack.enter_context(replaced(pdb.Pdb, interaction=_refuse_debugger))
         yield
 
 
@@ -300,6 +252,7 @@ class FirstRankPrograms:
 
         with (
             replaced(subprocess, run=run, call=call),
+            # Its method, not the class: libraries derive classes from it.
             replaced(subprocess.Popen, __init__=start),
             replaced(os, system=system),
         ):
@@ -319,7 +272,8 @@ class FirstRankPrograms:
 
     def _is_of_script(self) -> bool:
         """Whether the main thread runs a program in code of the script, not of a library."""
-        if not _is_main_thread_of(self._process):
+        is_main = threading.current_thread() is threading.main_thread()
+        if os.getpid() != self._process or not is_main:
             return False
         frame = sys._getframe(1)
         passed = ("subprocess", __name__)
@@ -356,6 +310,7 @@ class FirstRankPrograms:
         with self._status.waiting("a program of rank 0"):
             while not path.exists() and not is_passed:
                 time.sleep(_POLL_SECONDS)
+                # In this order: rank 0 writes the result before it goes on.
                 is_passed = self._has_passed() and not path.exists()
         result = None
         if not is_passed:

@@ -6,13 +6,14 @@ import ast
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import StrEnum
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import resolve_name
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from samestep.launcher.source_files import is_users_file
+from samestep.launcher.source_files import is_users_file, specs_of
 
 PACKAGE = "samestep"
 
@@ -71,30 +72,17 @@ def _imported(file: Path, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join(filter(None, [*parents, base]))
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            with suppress(ImportError):  # no package: the import fails later, too
+                base = resolve_name("." * node.level + (node.module or ""), package)
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def _files(name: str, path: list[str]) -> Iterator[tuple[Path, str]]:
     """Yield the user's files that the import of a name runs, each with the name of its package."""
-    parts = name.split(".")
-    locations: list[str] | None = path
-    for number, part in enumerate(parts, start=1):
-        complete = ".".join(parts[:number])
-        spec: ModuleSpec | None = PathFinder.find_spec(complete, locations) if part else None
-        if spec is None:
-            return
-        locations = spec.submodule_search_locations
+    for spec in specs_of(name, path):
         if spec.origin is not None and spec.origin.endswith(".py") and is_users_file(spec.origin):
-            package = complete if locations is not None else complete.rpartition(".")[0]
-            yield Path(spec.origin), package
-        if locations is None:
-            return
-        locations = list(locations)
+            yield Path(spec.origin), spec.parent or ""
 
 
 def _file_of_module(name: str) -> tuple[Path | None, str]:

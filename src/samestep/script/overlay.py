@@ -17,16 +17,13 @@ from samestep.script.file_journal import (
     WRITING,
     How,
     begins_again,
-    below,
-    clear,
     copy_file,
     key_of,
-    make_folders,
     noted_file,
     open_function,
 )
 from samestep.script.file_view import MISSING, FileView, Place
-from samestep.script.replaced import PATHS, database_path, path_argument
+from samestep.script.replaced import PATHS, database_path
 
 # Functions whose replacement is the method of the same name.
 _OWN = (
@@ -80,7 +77,7 @@ class Overlay(FileView):
 
     def _private(self, place: Place) -> str:
         # Under the same path as in the real file system: no table of names is needed.
-        make_folders(f"{self._root}{place[0]}")
+        self._exempt.passing(REAL.makedirs, f"{self._root}{place[0]}", exist_ok=True)
         return f"{self._root}{place[0]}/{place[1]}"
 
     def _set(self, place: Place, path: str, *, is_dropped: bool = False, token: Any = None) -> None:
@@ -216,38 +213,24 @@ class Overlay(FileView):
         )
         return int(REAL.descriptor(target or path, flags, mode))
 
-    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            path, put = path_argument(position, keyword, arguments, options)
-            if path is None:
-                return real(*arguments, **options)
-            try:
-                # Another file can be at the path later.
-                descriptor = self.descriptor(path, os.O_RDONLY)
-            except MISSING:
-                return real(*arguments, **options)  # perhaps a URL
-            try:
-                positional, named = put(f"/dev/fd/{descriptor}")
-                return self._exempt.passing(real, *positional, **named)
-            finally:
-                os.close(descriptor)
+    def read_in_cpp(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        try:
+            # Another file can be at the path later.
+            descriptor = self.descriptor(path, os.O_RDONLY)
+        except MISSING:
+            return read(path)  # perhaps a URL
+        try:
+            return self._exempt.passing(read, f"/dev/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
 
-        return call
-
-    def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            path, put = path_argument(position, keyword, arguments, options)
-            target = ""
-            if path is not None:
-                target = self._opened(path, copies=False, most=0)
-            if not target:
-                return real(*arguments, **options)
-            positional, named = put(target)
-            result = real(*positional, **named)
-            self._written(target)
-            return result
-
-        return call
+    def write_in_cpp(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        target = self._opened(path, copies=False, most=0)
+        if not target:
+            return write(path)
+        result = write(target)
+        self._written(target)
+        return result
 
     def connect(self, *arguments: Any, **options: Any) -> Any:
         path, put = database_path(arguments, options)
@@ -278,7 +261,7 @@ class Overlay(FileView):
             return
         self._require_new(place, path)
         target = self._private(place)
-        make_folders(target)
+        self._exempt.passing(REAL.makedirs, target, exist_ok=True)
         self._set(place, target)
 
     def symlink(self, source: Any, path: Any, target_is_directory: bool = False) -> None:
@@ -305,18 +288,22 @@ class Overlay(FileView):
         self._set(place, target, is_dropped=is_lost, token=self._dropped.get(actual))
 
     def remove(self, path: Any) -> None:
-        self._remove(path, REAL.unlink, is_folder=False)
+        self._remove(path, is_folder=False)
 
     def rmdir(self, path: Any) -> None:
-        self._remove(path, REAL.rmdir, is_folder=True)
+        self._remove(path, is_folder=True)
 
-    def _remove(self, path: Any, real: Callable[[Any], None], *, is_folder: bool) -> None:
+    def _remove(self, path: Any, *, is_folder: bool) -> None:
+        real = REAL.unlink
+        if is_folder:
+            real = REAL.rmdir
         place = self._target(path)
         if place is None:
             real(path)
             return
         state = self._state(place)
         actual = self._find(place)
+        # Rank 0 may have removed it, before it was ready, in the same call of the script.
         if state is None and (actual is not None or "/".join(place) not in self._removed):
             raise _error(errno.ENOENT, path)
         if state is not None and stat.S_ISDIR(state.st_mode) != is_folder:
@@ -344,23 +331,30 @@ class Overlay(FileView):
         if state is None:
             raise _error(errno.ENOENT, source, None, path)
         place = place or self._place(path, follow=False)
+        new = "/".join(place)
         if place == old:
             return
-        if stat.S_ISDIR(state.st_mode) and "/".join(place).startswith(f"{start}/"):
+        is_folder = stat.S_ISDIR(state.st_mode)
+        if is_folder and new.startswith(f"{start}/"):
             raise _error(errno.EINVAL, source, None, path)
         existing = self._state(place)
         if existing is None:
             self._require_folder(place, source, None, path)
-        elif stat.S_ISDIR(existing.st_mode) != stat.S_ISDIR(state.st_mode):
-            code = errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR
+        elif stat.S_ISDIR(existing.st_mode) != is_folder:
+            code = errno.ENOTDIR if is_folder else errno.EISDIR
             raise _error(code, source, None, path)
-        elif stat.S_ISDIR(existing.st_mode):
-            self.rmdir(path)
-        paths = below(start) if stat.S_ISDIR(state.st_mode) else [start]
-        for each in paths:
-            self._move(each, "/".join(place) + each.removeprefix(start))
-        for each in reversed(paths):
-            self._forget(each)
+        elif is_folder or stat.S_ISLNK(state.st_mode):
+            self._remove(path, is_folder=is_folder)
+        if is_folder:
+            # Each entry by itself: a part of them may be here, another one in the real file system.
+            self.mkdir(new)
+            for name in self.listdir(start):
+                self.replace(f"{start}/{name}", f"{new}/{name}")
+        elif stat.S_ISLNK(state.st_mode):
+            self.symlink(self._query(start, REAL.readlink, follow=False), new)
+        else:
+            self._move(start, new)
+        self._forget(start)
         self._folders.clear()
 
     def _move(self, source: str, path: str) -> None:
@@ -369,20 +363,14 @@ class Overlay(FileView):
         target = path if is_real else self._private(place)
 
         def copy(actual: Any) -> tuple[str, bool]:
-            mode = REAL.lstat(actual).st_mode
             is_dropped = actual in self._dropped
-            if stat.S_ISDIR(mode):
-                make_folders(target)
-            elif stat.S_ISLNK(mode):
-                clear(target)
-                REAL.symlink(REAL.readlink(actual), target)
-            elif not self._is_own(actual):
+            if not self._is_own(actual):
                 is_dropped = not copy_file(actual, target, self._keep_bytes) or is_dropped
             return actual, is_dropped
 
         actual, is_dropped = self._query(source, copy, follow=False)
         token = self._dropped.get(actual)
-        if self._is_own(actual) and stat.S_ISREG(REAL.lstat(actual).st_mode):
+        if self._is_own(actual):
             REAL.replace(actual, target)
         if self._exempt.covers(source):
             token = self._closed(path)
@@ -411,6 +399,7 @@ class Overlay(FileView):
                 real(path, *arguments, **options)
                 return
             actual = self._query(path, lambda target: REAL.lstat(target) and target, follow=follow)
+            # Other files are those of the real file system, which rank 0 alone changes.
             if isinstance(actual, str) and self._is_own(actual):
                 real(actual, *arguments, **options)
 

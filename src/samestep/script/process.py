@@ -266,6 +266,7 @@ def _open_files() -> list[io.IOBase]:
 
 
 def _all_of(kind: type[_Kind]) -> list[_Kind]:
+    # Not `isinstance`, which runs code of objects that imitate another class.
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 

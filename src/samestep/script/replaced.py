@@ -56,11 +56,11 @@ class Writer(Protocol):
     def replacements(self) -> list[tuple[Any, Any]]:
         """Return pairs of a function of Python and its replacement."""
 
-    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that reads the file of an argument in C++."""
+    def read_in_cpp(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        """Return the result of `read`, which reads a file in C++, for the file at `path`."""
 
-    def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that writes the file of an argument in C++."""
+    def write_in_cpp(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        """Return the result of `write`, which writes a file in C++, for the file at `path`."""
 
 
 class Replaced:
@@ -134,18 +134,22 @@ class Replaced:
     def _in_cpp(
         self, real: Any, position: int, keyword: str, writes: bool | None
     ) -> Callable[..., Any]:
-        read = self._writer.reader(real, position, keyword)
-        write = self._writer.writer(real, position, keyword)
-        if writes is not None:
-            if writes:
-                return write
-            return read
-
         def call(*arguments: Any, **options: Any) -> Any:
-            mode = options.get("mode", "".join(map(str, arguments[position + 1 : position + 2])))
-            if set("wax+") & set(mode):
-                return write(*arguments, **options)
-            return read(*arguments, **options)
+            path, put = path_argument(position, keyword, arguments, options)
+            if path is None:
+                return real(*arguments, **options)
+
+            def at(other: Any) -> Any:
+                positional, named = put(other)
+                return real(*positional, **named)
+
+            is_writing = writes
+            if writes is None:
+                mode = options.get("mode", "".join(map(str, arguments[position + 1 :][:1])))
+                is_writing = bool(set("wax+") & set(mode))
+            if is_writing:
+                return self._writer.write_in_cpp(path, at)
+            return self._writer.read_in_cpp(path, at)
 
         return call
 

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 from samestep.data.own_rows import OwnRows
 from samestep.distributed.collective_check import Line
 from samestep.distributed.standard_streams import report_line
+from samestep.units import plural
 from samestep.view.view import ModuleSummary
 
 _CLASSES = 3  # with a line of their own
@@ -60,18 +61,8 @@ class Records:
         self.divided_seconds = 0.0
         self.model_seconds = 0.0
         self._backwards: Counter[Line] = Counter()  # since the last step; GANs have several lines
-        # Start of the first call, and end of the last call or backward.
-        self._span: tuple[float, float] | None = None
-        self._first_seconds = 0.0
         self._forward = [0.0, 0.0]  # divided, and all, of the calls before a backward
         self._had_backward = False
-
-    @property
-    def run_seconds(self) -> float:
-        """Time from the first call to the end of the last one, without first calls."""
-        if self._span is None:
-            return 0.0
-        return self._span[1] - self._span[0] - self._first_seconds
 
     @contextmanager
     def steps_counted(self) -> Iterator[None]:
@@ -101,8 +92,8 @@ class Records:
         self, summary: ModuleSummary, begin: tuple[float, int, int, int], line: Line
     ) -> None:
         """Record a call, unless it was a part of another computation, such as a backward."""
-        now = perf_counter()
         began, divided, watched, whole = begin
+        seconds = perf_counter() - began
         way: Literal["divided", "whole"] = "whole"
         reason = summary.last_reason
         if summary.divided > divided:
@@ -119,10 +110,9 @@ class Records:
             record = self.calls[key] = CallRecord(*key)
         record.calls += 1
         record.rows = max(record.rows, summary.rows)
-        self._add_times(record, began, now)
+        self._add_times(record, seconds)
 
-    def _add_times(self, record: CallRecord, began: float, now: float) -> None:
-        seconds = now - began
+    def _add_times(self, record: CallRecord, seconds: float) -> None:
         is_divided = record.way == "divided"
         if record.has_gradients:
             if self._had_backward:
@@ -130,9 +120,7 @@ class Records:
                 self._had_backward = False
             self._forward[0] += seconds * is_divided
             self._forward[1] += seconds
-        self._extend(began, now)
         if record.calls == 1:  # with a trial, or the first use of kernels
-            self._first_seconds += seconds
             return
         record.seconds += seconds
         self.model_seconds += seconds
@@ -140,20 +128,13 @@ class Records:
 
     def add_backward(self, began: float, line: Line) -> None:
         """Record a backward that ends now; it is divided as the calls before it."""
-        now = perf_counter()
+        seconds = perf_counter() - began
         self._backwards[line] += 1
         self._had_backward = True
         divided, forward = self._forward
-        self._extend(began, now)
-        self.model_seconds += now - began
+        self.model_seconds += seconds
         if forward:
-            self.divided_seconds += (now - began) * divided / forward
-
-    def _extend(self, began: float, now: float) -> None:
-        first = began
-        if self._span is not None:
-            first = self._span[0]
-        self._span = (first, now)
+            self.divided_seconds += seconds * divided / forward
 
 
 @dataclass
@@ -197,15 +178,6 @@ class Summary:
     records: Records = field(default_factory=Records, init=False)
     _start: str = field(default_factory=os.getcwd, init=False)
 
-    @property
-    def speed_up(self) -> float | None:
-        """Largest expected quotient of the times on one process and on all ranks, if known."""
-        divided = self.records.divided_seconds
-        run = self.records.run_seconds
-        if run <= 0 or self.has_host_times:
-            return None
-        return (divided * self.size + max(run - divided, 0.0)) / max(run, divided)
-
     def lines(self) -> Iterator[str]:
         """Yield the lines of the summary."""
         records = list(self.records.calls.values())
@@ -238,14 +210,9 @@ class Summary:
             return
         share = records.divided_seconds / records.model_seconds
         text = f"{share:.0%} of the time of model calls was divided"
-        if self.speed_up is None:
-            yield f"{text} (by the clock of the host)"
-            return
-        of_run = min(records.model_seconds / records.run_seconds, 1.0)
-        yield (
-            f"{text}; calls took {of_run:.0%} of the run: at most {self.speed_up:.1f} times as "
-            "fast as one process"
-        )
+        if self.has_host_times:
+            text += " (by the clock of the host)"
+        yield text
 
     def data_lines(self) -> Iterator[str]:
         """Yield lines about how data sets are read."""
@@ -335,8 +302,8 @@ def advice(rows: int, backwards: int, size: int) -> str:
     """
     if backwards == 1:
         return (
-            f"calls with {_rows(rows)} cannot be divided between {size} processes: a larger batch "
-            "size can"
+            f"calls with {plural(rows, 'row')} cannot be divided between {size} processes: a "
+            "larger batch size can"
         )
     factors = [factor for factor in range(2, backwards + 1) if backwards % factor == 0]
     factor = next((factor for factor in factors if rows * factor >= size), backwards)
@@ -348,11 +315,5 @@ def advice(rows: int, backwards: int, size: int) -> str:
     return (
         f"in place of batch size {rows} with accumulation {backwards}, use batch size {batch} "
         f"with accumulation {backwards // factor}: the same gradients without batch norm, and "
-        f"{_rows(-(-batch // used))} on each of {processes}"
+        f"{plural(-(-batch // used), 'row')} on each of {processes}"
     )
-
-
-def _rows(number: int) -> str:
-    if number == 1:
-        return "1 row"
-    return f"{number:,} rows"

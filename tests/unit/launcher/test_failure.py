@@ -280,58 +280,38 @@ def failed(
     return RankError(failure, is_stopping=is_stopping)
 
 
-def test_restarts_up_to_the_limit() -> None:
-    policy = RestartPolicy(2, 4, 4)
-    assert policy.restart(failed(by_signal=9), 5) == "restart 1 of 2, on 4 processes: rank 1 ended"
-    assert policy.restart(failed(by_signal=9), 6) == "restart 2 of 2, on 4 processes: rank 1 ended"
-    assert policy.restart(failed(by_signal=9), 7) is None
+KILLED = failed(by_signal=9)
+HANGS = failed("hang")
+RAISED = failed("ValueError")
 
 
 @pytest.mark.parametrize(
-    ("limit", "error"),
+    ("limits", "failures", "processes"),
     [
-        pytest.param(0, failed(by_signal=9), id="no restart by default"),
-        pytest.param(5, failed("NonFiniteError"), id="permanent failure"),
-        pytest.param(5, failed("CheckpointWriteError"), id="permanent failure of the disk"),
-        pytest.param(5, failed("InputError", exit_code=2), id="invalid input"),
-        pytest.param(5, failed("OSError", is_stopping=True), id="after a request to stop"),
-        pytest.param(5, failed(by_signal=9, is_stopping=True), id="killed after a request to stop"),
+        pytest.param((2, 4, 4), [(KILLED, 5), (KILLED, 6), (KILLED, 7)], [4, 4, None], id="up to the limit"),
+        pytest.param((0, 4, 4), [(KILLED, 5)], [None], id="no restart by default"),
+        pytest.param((5, 4, 4), [(failed("NonFiniteError"), 5)], [None], id="permanent failure"),
+        pytest.param((5, 4, 4), [(failed("CheckpointWriteError"), 5)], [None], id="permanent failure of the disk"),
+        pytest.param((5, 4, 4), [(failed("InputError", exit_code=2), 5)], [None], id="invalid input"),
+        pytest.param((5, 4, 4), [(failed("OSError", is_stopping=True), 5)], [None], id="after a request to stop"),
+        pytest.param((5, 4, 4), [(failed(by_signal=9, is_stopping=True), 5)], [None], id="killed after a request"),
+        pytest.param((5, 4, 4), [(RAISED, 5), (RAISED, 5)], [4, None], id="same failure at the same step, once"),
+        pytest.param((5, 4, 4), [(RAISED, 5), (failed("KeyError"), 5)], [4, 4], id="another failure"),
+        pytest.param((5, 4, 4), [(RAISED, 5), (RAISED, 8)], [4, 4], id="another step"),
+        pytest.param((3, 4, 4), [(KILLED, 5), (KILLED, 5), (HANGS, 5)], [4, 4, 4], id="lost at the same step"),
+        pytest.param((9, 2, 4), [(KILLED, 5), (HANGS, 5), (failed(by_signal=11), 5)], [3, 2, 2], id="lost are dropped"),
+        pytest.param((9, 2, 4), [(RAISED, 5)], [4], id="a rank that raised is not dropped"),
     ],
 )
-def test_not_restarted(limit: int, error: RankError) -> None:
-    assert RestartPolicy(limit, 4, 4).restart(error, 5) is None
+def test_restarts(
+    limits: tuple[int, int, int], failures: list[tuple[RankError, int]], processes: list[int | None]
+) -> None:
+    policy = RestartPolicy(*limits)
+    assert [policy.processes if policy.restart(*failure) else None for failure in failures] == processes
 
 
-def test_same_failure_at_the_same_step_is_restarted_once() -> None:
-    policy = RestartPolicy(5, 4, 4)
-    assert policy.restart(failed("ValueError"), 5)
-    assert policy.restart(failed("ValueError"), 5) is None
-
-
-def test_other_failure_or_other_step_is_restarted() -> None:
-    policy = RestartPolicy(5, 4, 4)
-    for error, step in ((failed("ValueError"), 5), (failed("KeyError"), 5), (failed("KeyError"), 8)):
-        assert policy.restart(error, step)
-
-
-def test_lost_rank_at_the_same_step_is_restarted() -> None:
-    policy = RestartPolicy(3, 4, 4)
-    for lost in (failed(by_signal=9), failed(by_signal=9), failed("hang")):
-        assert policy.restart(lost, 5)
-
-
-def test_lost_ranks_are_dropped() -> None:
-    policy = RestartPolicy(9, 2, 4)
-    counts = []
-    for lost in (failed(by_signal=9), failed("hang"), failed(by_signal=11)):
-        policy.restart(lost, 5)
-        counts.append(policy.processes)
-    assert counts == [3, 2, 2], "never below the minimum"
-
-
-def test_rank_that_raised_is_not_dropped() -> None:
-    policy = RestartPolicy(9, 2, 4)
-    assert policy.restart(failed("ValueError"), 5) == "restart 1 of 9, on 4 processes: rank 1 ended"
+def test_restart_is_announced() -> None:
+    assert RestartPolicy(2, 4, 4).restart(KILLED, 5) == "restart 1 of 2, on 4 processes: rank 1 ended"
 
 
 @pytest.mark.parametrize("bounds", [(-1, 1, 1), (0, 3, 2), (0, 0, 2)])

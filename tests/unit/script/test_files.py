@@ -32,8 +32,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.file_ranks import KEEP_BYTES, Rank, on_ranks, tree
+from samestep.distributed.status import local_rank_status
 from samestep.errors import RunError
 from samestep.script.file_journal import Journal
+from samestep.script.files import one_writer
 
 LARGE = 3 * KEEP_BYTES
 
@@ -348,8 +350,17 @@ def test_a_download_is_made_once_and_seen_complete(tmp_path: Path) -> None:
     assert on_ranks(body, tmp_path) == [(1, "abc", "all"), (0, "abc", "all"), (0, "abc", "all")]
 
 
-@pytest.mark.parametrize("query", ["exists", "open", "glob", "listdir", "torch"])
-def test_what_does_not_exist_is_asked_again_when_rank_0_is_ready(query: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "query",
+    [
+        lambda: os.path.exists("empty/a.pt"),
+        lambda: Path("empty/a.pt").read_bytes(),
+        lambda: glob.glob("empty/*"),
+        lambda: os.listdir("empty"),
+        lambda: torch.load("empty/a.pt", mmap=True) == 1,
+    ],
+)
+def test_what_does_not_exist_is_asked_again_when_rank_0_is_ready(query: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
 
     def body(rank: Rank) -> Any:
@@ -358,12 +369,7 @@ def test_what_does_not_exist_is_asked_again_when_rank_0_is_ready(query: str, tmp
             torch.save(1, "empty/a.pt")
             rank.writer.mark_ready()
             return True
-        if query == "open":
-            return len(Path("empty/a.pt").read_bytes()) > 0
-        if query == "torch":
-            return torch.load("empty/a.pt", mmap=True) == 1
-        functions: dict[str, Any] = {"exists": os.path.exists, "glob": glob.glob, "listdir": os.listdir}
-        return bool(functions[query]("empty/*" if query == "glob" else "empty" if query == "listdir" else "empty/a.pt"))
+        return bool(query())
 
     assert on_ranks(body, tmp_path) == [True] * 3
 
@@ -539,6 +545,24 @@ def test_no_order_of_ranks_shows_another_version_of_a_large_file(seed: int, tmp_
         return results
 
     assert on_ranks(body, tmp_path) == [[{0}, {1}, {2}, {3}]] * 3
+
+
+def test_a_renamed_folder_keeps_its_large_files_and_links(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        results = []
+        for epoch in range(2):
+            rank.exchange()
+            (rank.first_later if epoch else rank.first_earlier)(0.1)
+            os.makedirs("part/deep")
+            Path("part/deep/model").write_bytes(bytes([epoch]) * LARGE)
+            os.symlink("deep/model", "part/newest")
+            shutil.rmtree("complete", ignore_errors=True)
+            os.rename("part", "complete")
+            results.append((set(Path("complete/newest").read_bytes()), os.path.exists("part")))
+        return results
+
+    assert on_ranks(body, tmp_path) == [[({0}, False), ({1}, False)]] * 3
+    assert list(tree(tmp_path)) == ["complete", "complete/deep", "complete/deep/model", "complete/newest"]
 
 
 def test_a_forked_process_waits_for_a_large_file_of_a_later_exchange(tmp_path: Path) -> None:
@@ -735,39 +759,25 @@ def test_temporary_files_and_bytecode_are_real_on_every_rank(tmp_path: Path) -> 
     assert sorted(tree(tmp_path)) == ["__pycache__", *(f"__pycache__/{rank}.pyc" for rank in range(3)), "atomic"]
 
 
-def test_all_functions_are_restored(tmp_path: Path) -> None:
+def test_all_functions_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def functions() -> list[Any]:
-        names = [*dir(os), *dir(os)]
         return [
-            *(getattr(os, name) for name in names),
+            *(getattr(os, name) for name in dir(os)),
             *(builtins.open, io.open, tarfile.bltn_open, tempfile.mkdtemp, glob.glob, torch.save, torch.load),  # type: ignore[attr-defined]
             *(safetensors.torch.serialize_file, sqlite3.connect),
             *(os.supports_fd, os.supports_follow_symlinks, shutil._use_fd_functions),  # type: ignore[attr-defined]
         ]
 
-    def body(rank: Rank) -> Any:
-        rank.exchange()
-        held = open
-        assert functions() != before
-        return rank.rank, held
-
     before = functions()
-    previous = os.getcwd()
-    from samestep.distributed.status import local_rank_status
-    from samestep.script.files import one_writer
-
-    try:
-        os.chdir(tmp_path)
-        for rank in (0, 1):
-            (tmp_path / "shared").mkdir(exist_ok=True)
-            with one_writer(rank, 2, tmp_path / "shared", local_rank_status()) as writer:
-                _, held = body(Rank(rank, writer, local_rank_status(), threading.Barrier(1)))
-                with pytest.raises(FileNotFoundError):
-                    os.stat("a")
-            assert functions() == before
-            held("real", "w").close()
-            assert (tmp_path / "real").exists()
-            (tmp_path / "real").unlink()
-    finally:
-        os.chdir(previous)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shared").mkdir()
+    for rank in (0, 1):
+        with one_writer(rank, 2, tmp_path / "shared", local_rank_status()) as writer:
+            writer.exchange()
+            held = open
+            assert functions() != before
+        assert functions() == before
+        held("real", "w").close()
+        assert (tmp_path / "real").exists()
+        (tmp_path / "real").unlink()
     assert not (tmp_path / "shared/rank-1").exists()

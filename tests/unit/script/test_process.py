@@ -98,10 +98,9 @@ def test_data_parallel_is_the_module_itself(unchanged: None, caplog: pytest.LogC
     assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
     assert torch.equal(wrapped(input=batch), module(batch))
     assert isinstance(wrapped, nn.DataParallel)
-    assert [record.message for record in caplog.records] == [
-        f"{__file__}:{_line_after('with caplog.at_level')}: "
-        "DataParallel is the module itself: Samestep divides its calls"
-    ]
+    (message,) = (record.message for record in caplog.records)
+    assert message.startswith(f"{__file__}:")
+    assert message.endswith(": DataParallel is the module itself: Samestep divides its calls")
 
 
 def test_data_parallel_moves_inputs_to_the_device_of_the_module(
@@ -111,11 +110,6 @@ def test_data_parallel_moves_inputs_to_the_device_of_the_module(
     wrapped = nn.DataParallel(nn.Bilinear(3, 2, 4)).to("meta")
     output = wrapped(torch.rand(5, 3), input2=torch.rand(5, 2))
     assert (output.device.type, output.shape) == ("meta", (5, 4))
-
-
-def _line_after(text: str) -> int:
-    with open(__file__, encoding="utf-8") as file:
-        return next(number for number, line in enumerate(file, 1) if line.strip().startswith(text)) + 1
 
 
 def test_batch_norm_is_not_converted(unchanged: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -161,7 +161,6 @@ def test_backwards_are_divided_as_the_calls_before_them(script: Script) -> None:
     script.call(module, "divided", 3.0)
     script.call(other, "has a hook", 0.0)
     script.backward(1.0)  # 53 of 103 s before it were divided
-    script.now += 2.0  # of the script itself
     script.call(module, "divided", 1.0)
     script.call(other, "has a hook", 3.0)
     script.backward(4.0)  # one quarter
@@ -169,16 +168,9 @@ def test_backwards_are_divided_as_the_calls_before_them(script: Script) -> None:
     run = script.records
     assert run.divided_seconds == pytest.approx(3 + 53 / 103 + 1 + 1 + 1)
     assert run.model_seconds == pytest.approx(3 + 1 + 1 + 3 + 4 + 4)
-    assert run.run_seconds == pytest.approx(18.0)
-    summary = script.summary(4)
-    assert summary.speed_up == pytest.approx((run.divided_seconds * 4 + 18 - run.divided_seconds) / 18)
-    assert list(summary.lines())[2] == (
-        "41% of the time of model calls was divided; calls took 89% of the run: at most 2.1 times as fast as one "
-        "process"
-    )
-    assert list(script.summary(4, has_host_times=True).lines())[2] == (
-        "41% of the time of model calls was divided (by the clock of the host)"
-    )
+    for has_host_times, end in ((False, ""), (True, " (by the clock of the host)")):
+        lines = list(script.summary(4, has_host_times=has_host_times).lines())
+        assert lines[2] == f"41% of the time of model calls was divided{end}"
 
 
 def test_data_that_are_read_alike_have_one_line() -> None:
