@@ -29,8 +29,6 @@ from samestep.recipes.settings import (
     apply_setting,
     expand_paths,
     flat,
-    full_key,
-    origins_of,
     short_key,
     value_text,
 )
@@ -105,15 +103,6 @@ def usual_settings(name: str) -> list[str]:
         shlex.quote(f"{short_key(raw, key)}={value_text(value)}")
         for key, value in flat(raw).items()
     ]
-
-
-def recipe_with_origins(name: str, overrides: Sequence[str]) -> tuple[Recipe, dict[str, str]]:
-    """Return a recipe with settings, and where each of its values comes from by dotted key."""
-    path, is_pipe = _recipe_file(name)
-    raw = read_yaml(path, is_pipe=is_pipe)
-    recipe = make_recipe(raw, overrides, origin=name).with_microbatches()
-    settings = [full_key(raw, setting.partition("=")[0]) for setting in overrides]
-    return recipe, origins_of(recipe_data(recipe), raw, settings, name)
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:

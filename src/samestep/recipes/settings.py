@@ -1,4 +1,4 @@
-"""Settings `key=value` of a recipe: short keys, paths, origins; the JSON schema."""
+"""Settings `key=value` of a recipe: short keys and paths; the JSON schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _PATHS = (
     *("data.options.path", "data.options.evaluation_path", "data.options.image_root"),
     *("data.options.tokenizer", "model.pretrained"),
 )
-_DEFAULT = "default"
 _WORD = re.compile(r"[A-Za-z_][\w./-]*(:[\w./-]+)*")
 _CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _ATTRIBUTE = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)  # of a docstring
@@ -130,40 +129,6 @@ def value_at(data: Mapping[str, Any], path: Iterable[str]) -> Any:
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def origins_of(
-    resolved: Mapping[str, Any], file: Mapping[str, Any], settings: Iterable[str], name: str
-) -> dict[str, str]:
-    """Return where each value of a resolved recipe comes from, by dotted keys.
-
-    Args:
-        resolved: the recipe in plain data, with all defaults.
-        file: the recipe file in plain data.
-        settings: full keys of the settings.
-        name: name of the recipe file.
-    """
-    origins = dict.fromkeys(flat(resolved), _DEFAULT)
-    for key in origins:
-        if key in flat(file):
-            origins[key] = name
-        if any(f"{key}.".startswith(f"{one}.") for one in settings):
-            origins[key] = "command line"
-    return origins
-
-
-def annotated(data: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> list[str]:
-    """Return the lines of a recipe as YAML, with the origin of each value as a comment."""
-    indent = "  " * prefix.count(".")
-    lines = []
-    for name, value in data.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            lines += [f"{indent}{name}:", *annotated(value, origins, f"{key}.")]
-        else:
-            text = f"{indent}{name}: {value_text(value)}"
-            lines.append(f"{text:<60}  # {origins[key]}")
-    return lines
 
 
 # --- keys ---
