@@ -13,15 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from samestep.checkpoint.durable_files import unsupported_features
 from samestep.checkpoint.folder_lock import FolderLock
 from samestep.checkpoint.state import load_model
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RecipeStep, RunOptions
+from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RunOptions
 from samestep.cursor import Cursor
-from samestep.distributed.devices import is_accelerator
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.world import World
 from samestep.errors import DataError
@@ -258,7 +255,7 @@ def _notes(
     """Return notes on code, file system, weights, layout and learning rate for the log."""
     notes = [*(f"continuing with changed code: {change}" for change in changes), *missing]
     if is_new:
-        notes += [*built.notes, *gpu_hints(built.driver.model, recipe.step, world.device)]
+        notes += built.notes
     warmup = recipe.schedule.warmup_epochs
     if is_new and warmup > recipe.epochs:
         notes.append(
@@ -271,21 +268,6 @@ def _notes(
     if shape.replicate > 1 and recipe.strategy.gradient_note is not None:
         notes.append(recipe.strategy.gradient_note)
     return notes
-
-
-def gpu_hints(model: torch.nn.Module, step: RecipeStep, device: torch.device) -> list[str]:
-    """Return hints at options with which most models are faster on a GPU; none elsewhere."""
-    hints: list[str] = []
-    if not is_accelerator(device):
-        return hints
-    if step.precision == "fp32":
-        hints.append(
-            "hint: most models are faster on a GPU with step.precision: bf16, and need less memory"
-        )
-    has_convolutions = any(isinstance(module, torch.nn.Conv2d) for module in model.modules())
-    if has_convolutions and not step.channels_last:
-        hints.append("hint: most convolutions are faster on a GPU with step.channels_last: true")
-    return hints
 
 
 def evaluate(
