@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from helpers.system import here, samestep
 from samestep.config import Recipe
 from samestep.errors import InputError
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.trust import foreign_paths, require_trusted, sign
+from samestep.recipes.trust import foreign_paths, remember, require_trusted
 
 RECIPE = Path(__file__).parents[1] / "helpers/recorded.yaml"
 PLANTED = "from pathlib import Path\nPath({marker!r}).touch()\nfrom torch.nn import Linear as Net\n"
@@ -143,53 +144,35 @@ def test_plain_options_need_no_trust() -> None:
     assert not foreign_paths(recipe)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        *("a key that others can read", "a folder of the key that others can write", "a link in the place of the key"),
-        *("a FIFO in the place of the key", "a FIFO in the place of the signature", "a umask of 0o777"),
-    ],
-)
-def test_only_a_private_key_signs(
+@pytest.mark.parametrize("fault", ["a folder that others can write", "a link to a folder", "a token that is a FIFO"])
+def test_only_a_private_folder_remembers(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     recipe = recipe_with("model", "os:system")
-    folder, run = tmp_path / "state/samestep", tmp_path / "run"
-    run.mkdir()
-    before = os.umask(0o777 if "umask" in fault else 0)
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state").chmod(0o755)
+    folder = tmp_path / "state/samestep"
+    before = os.umask(0)
     try:
-        sign(run, recipe)
+        remember(tmp_path, recipe)
     finally:
         os.umask(before)
-    key = folder / "signature-key"
-    assert [path.stat().st_mode & 0o777 for path in (folder, key)] == [0o700, 0o600]
-    (run / "signature").chmod(0o600)
-    require_trusted(run, recipe, trust=False)
-    if "umask" in fault:
-        record_fault(f"{fault} at the first signature", "a key of mode 0600 in a folder of mode 0700")
-        return
-    if "read" in fault:
-        key.chmod(0o604)
-    elif "write" in fault:
+    assert folder.stat().st_mode & 0o777 == 0o700
+    require_trusted(tmp_path, recipe, trust=False)
+    if "write" in fault:
         folder.chmod(0o702)
     elif "link" in fault:
-        key.rename(tmp_path / "key")
-        key.symlink_to(tmp_path / "key")
+        folder.rename(tmp_path / "other")
+        folder.symlink_to(tmp_path / "other")
     else:
-        path = key if "key" in fault else run / "signature"
-        path.unlink()
-        os.mkfifo(path, 0o600)
-    with pytest.raises(InputError) as caught:
-        require_trusted(run, recipe, trust=False)
-    assert caught.value.code == "E_UNTRUSTED"
-    require_trusted(run, recipe, trust=True)  # signs only if the key is private
-    if "signature" not in fault:
-        with pytest.raises(InputError):
-            require_trusted(run, recipe, trust=False)
-    record_fault(fault, "exit code 2")
+        (tmp_path / "trust").unlink()
+        os.mkfifo(tmp_path / "trust")
+    for trust in (False, True, "FIFO" in fault):  # a new token replaces the FIFO
+        with nullcontext() if trust else pytest.raises(InputError) as caught:
+            require_trusted(tmp_path, recipe, trust=trust)
+        assert caught is None or caught.value.code == "E_UNTRUSTED"
+    record_fault(
+        f"trusted components are remembered in {fault}", "exit code 2, then 0" if "FIFO" in fault else "exit code 2"
+    )
 
 
 def test_module_of_the_current_folder_is_not_a_library(
@@ -214,21 +197,20 @@ def test_own_runs_need_no_option_and_those_of_others_do(
 ) -> None:
     run = copy_run(trained, tmp_path / "moved")
     assert here("eval", run, "--json", cwd=tmp_path) == 0
-    forged = copy_run(trained, tmp_path / "forged", data="helpers.recorded:load_broken")
-    (forged / "signature").write_text("0" * 64, encoding="ascii")
-    assert here("eval", forged, cwd=tmp_path) == 2
-    record_fault("the recipe of a signed run is replaced, and its signature is forged", "exit code 2")
+    replaced = copy_run(run, tmp_path / "replaced", data="helpers.recorded:load_broken")
+    assert here("eval", replaced, cwd=tmp_path) == 2
+    record_fault("the recipe of a trusted run is replaced", "exit code 2")
+    other = copy_run(run, tmp_path / "other")
+    (other / "trust").write_text("0" * 64, encoding="ascii")
+    assert here("eval", other, cwd=tmp_path) == 2
+    record_fault("another run with the components of a trusted one", "exit code 2")
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # as another account
     assert here("eval", run, cwd=tmp_path) == 2
     capfd.readouterr()
     assert here("eval", run, "--trust", "--json", cwd=tmp_path) == 0
     assert here("eval", run, "--json", cwd=tmp_path) == 0, "trusted once"
-    key = tmp_path / "state/samestep/signature-key"
-    assert (key.stat().st_mode & 0o777, len(key.read_bytes())) == (0o600, 32)
     record_fault("a run of another account", "exit code 2, then 0")
-    key.write_bytes(b"short")
-    assert here("eval", run, cwd=tmp_path) == 2
 
 
 def test_viewers_import_nothing_of_a_run(

@@ -63,7 +63,7 @@ from samestep.recipes.recipe_files import (
     write_recipe,
 )
 from samestep.recipes.settings import recipe_schema
-from samestep.recipes.trust import sign
+from samestep.recipes.trust import remember
 from samestep.runs import RunResult, require_run_name
 from samestep.units import plural
 
@@ -362,7 +362,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
         folder = self.runs / (self.name or timed_name(self.runs, Path(self.recipe).stem))
         self._new_folder.create(folder)
         write_recipe(recipe, folder / "recipe.yaml")
-        sign(folder, recipe)  # this user wrote the recipe: a resumption needs no --trust
+        remember(folder, recipe)  # this user wrote the recipe: a resumption needs no --trust
         return RunPlan(recipe, folder)
 
     @cached_property
