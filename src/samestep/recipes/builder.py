@@ -64,7 +64,6 @@ DATA = {
     "image_list": "samestep.zoo.images:load_image_list",
     "language": "samestep.zoo.language:load_language",
     "segmentation": "samestep.zoo.segmentation:load_segmentation",
-    "stream_images": "samestep.zoo.images:load_stream_images",
     "texts": "samestep.zoo.texts:load_texts",
     "tokens": "samestep.zoo.language:load_tokens",
 }
@@ -93,7 +92,6 @@ TASKS: dict[str, str] = {
     "images": "samestep.zoo.images:image_task",
     "image_list": "samestep.zoo.images:image_task",
     "segmentation": "samestep.zoo.segmentation:segmentation_task",
-    "stream_images": "samestep.zoo.images:image_task",
 }
 
 
