@@ -8,8 +8,10 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
+from samestep.config.key_suggestions import nearest_path
 from samestep.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -72,6 +74,23 @@ def require(condition: bool, value: str, expected: str, fix: str, *, code: str =
     """Raise a `RecipeError` with these sections unless the condition is true."""
     if not condition:
         raise RecipeError(value, expected=expected, fix=fix, code=code)
+
+
+def require_path(
+    path: Path, kind: Literal["file", "folder"], expected: str, fix: str = "correct the path"
+) -> None:
+    """Require that a file or a folder exists; otherwise suggest a similar name, or `fix`.
+
+    Raises:
+        RecipeError: `path` does not exist, or is of the other kind.
+    """
+    if not (path.is_file() if kind == "file" else path.is_dir()):
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        near = nearest_path(path)
+        if near is not None:
+            fix = f"did you mean {near}?"
+        problem = f"there is no {kind} {path}{place}"
+        raise RecipeError(problem, expected=expected, fix=fix, code="E_FILE_MISSING")
 
 
 def require_package(subject: str, package: str, fix: str) -> None:

@@ -18,13 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.checkpoint.checksum import checksum
 from samestep.config import RecipeStep
-from samestep.config.validation import match_patterns
+from samestep.config.validation import match_patterns, require_path
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
 from samestep.errors import DataError, RecipeError
 from samestep.strategies.divided_parameters import full_state_dict
-from samestep.zoo.options import require_path
 from samestep.zoo.paddle import read_pdparams
 
 # Keys of checkpoints that contain the weights, in order of precedence.

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -21,6 +21,7 @@ from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.durable_files import write_atomically
 from samestep.config import Recipe
 from samestep.config.key_suggestions import did_you_mean, nearest_path
+from samestep.config.validation import require_path
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import expand_path
 from samestep.errors import CheckpointError, InputError, RecipeError
@@ -38,7 +39,7 @@ _DATASET_FILE = "data.json"
 # Beginnings of names of models of torchvision, which are not recipes.
 _MODELS = ("resnet", "resnext", "vgg", "convnext", "densenet", "efficientnet", "mobilenet", "swin")
 # Data that need a path: the kind of path, and what is there.
-_PATHS = {
+_PATHS: dict[str, tuple[Literal["file", "folder"], str]] = {
     "images": ("folder", "data.options.path is a folder of class folders"),
     "image_list": ("file", "data.options.path is a table"),
     "segmentation": ("folder", "data.options.path has the folders images and masks"),
@@ -320,21 +321,9 @@ def require_paths(recipe: Recipe) -> None:
             fix = f"samestep train {name} {kind.upper()}"
             code = "E_MISSING_KEY"
             raise RecipeError("data.options.path is missing", expected, fix, code=code)
-        _require_path(path, kind, expected)
-        _require_path(options.get("evaluation_path"), kind, expected)
-    _require_path(recipe.model.pretrained, "file", "model.pretrained is a file of weights")
-
-
-def _require_path(value: object, kind: str, expected: str) -> None:
-    if not isinstance(value, str):
-        return
-    path = Path(value)
-    exists = path.is_file() if kind == "file" else path.is_dir()
-    if not exists:
-        place = "" if path.is_absolute() else f" in {Path.cwd()}"
-        near = nearest_path(path)
-        fix = "correct the path"
-        if near is not None:
-            fix = f"did you mean {near}?"
-        problem = f"there is no {kind} {path}{place}"
-        raise RecipeError(problem, expected, fix, code="E_FILE_MISSING")
+        for one in (path, options.get("evaluation_path")):
+            if isinstance(one, str):
+                require_path(Path(one), kind, expected)
+    if recipe.model.pretrained is not None:
+        path = Path(recipe.model.pretrained)
+        require_path(path, "file", "model.pretrained is a file of weights")

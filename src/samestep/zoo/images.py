@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samestep.config.validation import require_path
 from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.image_transforms import ImageTransforms, Transform, image_transforms
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
-from samestep.zoo.options import require_path, unusable
+from samestep.zoo.options import unusable
 from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}

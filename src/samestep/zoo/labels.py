@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.config.validation import require_path
 from samestep.errors import DataError
-from samestep.zoo.options import import_optional, require_path, unusable
+from samestep.zoo.options import import_optional, unusable
 
 _MAX_LISTED = 20  # labels in an error
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from samestep.config.key_suggestions import did_you_mean
+from samestep.config.validation import require_path
 from samestep.errors import RecipeError
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.options import import_optional, require_path, takes, unknown_option
+from samestep.zoo.options import import_optional, takes, unknown_option
 
 Builder = Callable[..., torch.nn.Module]
 

@@ -1,4 +1,4 @@
-"""Checks of options, files and optional libraries that a recipe names."""
+"""Checks of options and optional libraries that a recipe names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -189,20 +188,6 @@ def require_count(name: str, value: object, least: int, example: int) -> None:
         DataError: `value` is something else.
     """
     require_option(name, value, is_count(value, least), f"an integer >= {least}", example)
-
-
-def require_path(
-    path: Path, kind: Literal["file", "folder"], expected: str, fix: str = "correct the path"
-) -> None:
-    """Require that a file or a folder exists.
-
-    Raises:
-        DataError: `path` does not exist, or is of the other kind.
-    """
-    if not (path.is_file() if kind == "file" else path.is_dir()):
-        place = "" if path.is_absolute() else f" in {Path.cwd()}"
-        problem = f"there is no {kind} {path}{place}"
-        raise DataError(problem, expected=expected, fix=fix, code="E_FILE_MISSING")
 
 
 def import_optional(module: str, needed_by: str, extra: str = "zoo") -> Any:
