@@ -58,28 +58,26 @@ def shipped_recipes() -> dict[str, Path]:
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return a shipped recipe or the recipe of a YAML file, with `key=value` overrides."""
-    path, is_pipe = _recipe_file(name)
-    return make_recipe(read_yaml(path, is_pipe=is_pipe), overrides, origin=name)
+    return make_recipe(read_yaml(_recipe_file(name)), overrides, origin=name)
 
 
-def _recipe_file(name: str) -> tuple[Path, bool]:
-    """Return the file of a shipped recipe or of a path, and whether it is a pipe."""
+def _recipe_file(name: str) -> Path:
+    """Return the file of a shipped recipe or of a path."""
     shipped = shipped_recipes()
     path = shipped.get(name, Path(expand_path(name)))
-    is_pipe = path.is_fifo()  # such as <(jsonnet recipe.jsonnet)
-    if path.suffix not in (".yaml", ".yml") and not is_pipe:
+    if path.suffix not in (".yaml", ".yml"):
         raise RecipeError(
             f"there is no recipe {name!r}",
             expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
             fix=_fix_of_recipe(name, path),
             code="E_UNKNOWN_NAME",
         )
-    if not path.is_file() and not is_pipe:
+    if not path.is_file():
         problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
         near = nearest_path(path)
         fix = "correct the path" if near is None else f"did you mean {near}?"
         raise RecipeError(problem, "a YAML file", fix, code="E_FILE_MISSING")
-    return path, is_pipe
+    return path
 
 
 def _fix_of_recipe(name: str, path: Path) -> str:
@@ -98,8 +96,7 @@ def _fix_of_recipe(name: str, path: Path) -> str:
 
 def usual_settings(name: str) -> list[str]:
     """Return the settings of a recipe file, with the shortest keys."""
-    path, _ = _recipe_file(name)
-    raw = read_yaml(path)
+    raw = read_yaml(_recipe_file(name))
     return [
         shlex.quote(f"{short_key(raw, key)}={value_text(value)}")
         for key, value in flat(raw).items()
@@ -188,12 +185,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return lines
 
 
-def read_yaml(path: Path, *, is_pipe: bool = False) -> Mapping[str, Any]:
-    """Return the mapping of a YAML file; a pipe is read until its writer closes it."""
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """Return the mapping of a YAML file."""
     from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
 
     try:
-        raw = from_yaml(read_small(path, _RECIPE_BYTES, is_pipe=is_pipe).decode())
+        raw = from_yaml(read_small(path, _RECIPE_BYTES).decode())
     except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise RecipeError(
             f"{path} cannot be read: {error}",
