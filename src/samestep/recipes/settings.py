@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from samestep.config import Recipe
@@ -70,7 +70,8 @@ def full_key(data: Mapping[str, Any], key: str, text: str = "VALUE") -> str:
     """
     if key.partition(".")[0] in names_of(Recipe):
         return key
-    known = {*keys_of(Recipe), *flat(data), *SYNONYMS.values()}
+    own = (name for name, _, _ in keys_of(Recipe))
+    known = {*own, *flat(data), *SYNONYMS.values()}
     full = sorted(name for name in known if name.endswith(f".{key}"))
     if len(full) > 1:
         raise RecipeError(
@@ -145,13 +146,13 @@ def section_of(kind: Any, name: str) -> Any:
     return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 
 
-def keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a configuration class and its sections."""
-    for name in names_of(kind):
-        yield f"{prefix}{name}"
-        section = section_of(kind, name)
+def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yield dotted key, field and section class (None for a value) of a class and its sections."""
+    for entry in fields(kind):
+        section = section_of(kind, entry.name)
+        yield f"{prefix}{entry.name}", entry, section
         if section is not None:
-            yield from keys_of(section, f"{prefix}{name}.")
+            yield from keys_of(section, f"{prefix}{entry.name}.")
 
 
 # --- schema -------------------------------------------------------------------------------------
@@ -169,7 +170,8 @@ def recipe_schema() -> str:
     from pydantic import TypeAdapter  # slow, and commands mostly print no schema
 
     schema = TypeAdapter(Recipe).json_schema()
-    kinds = {kind.__name__: kind for kind in _classes(Recipe)}
+    sections = [section for _, _, section in keys_of(Recipe) if section is not None]
+    kinds = {kind.__name__: kind for kind in (Recipe, *sections)}
     for name, section in [("Recipe", schema), *schema["$defs"].items()]:
         texts = descriptions(kinds[name])
         section["description"] = (kinds[name].__doc__ or "").partition("\n")[0]
@@ -181,13 +183,3 @@ def recipe_schema() -> str:
         {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1
     )
     return f"{text}\n"
-
-
-def _classes(kind: Any) -> list[Any]:
-    """Return a configuration class and those of its sections."""
-    classes = [kind]
-    for name in kind.__dataclass_fields__:
-        section = section_of(kind, name)
-        if section is not None:
-            classes += _classes(section)
-    return classes
