@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -14,7 +14,6 @@ from torch.utils.data import default_collate
 from samestep.data.batch import Collate
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.image_files import crop_long_image
-from samestep.zoo.options import validated
 
 make_torchvision_importable()
 
@@ -81,15 +80,6 @@ class Augment:
             return images, labels
 
         return mixed
-
-
-def image_transforms(options: Mapping[str, Any], loader: Callable[..., Any]) -> ImageTransforms:
-    """Return the transforms of the options that a `loader` does not have itself.
-
-    Raises:
-        RecipeError: an option is unknown or has an invalid value.
-    """
-    return validated(ImageTransforms, options, loader=loader)
 
 
 @dataclass(frozen=True, config=_FORBID)

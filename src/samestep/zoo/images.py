@@ -15,9 +15,9 @@ from samestep.config.validation import require_path
 from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
-from samestep.zoo.image_transforms import ImageTransforms, Transform, image_transforms
+from samestep.zoo.image_transforms import ImageTransforms, Transform
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
-from samestep.zoo.options import unusable
+from samestep.zoo.options import unusable, validated
 from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -64,7 +64,7 @@ def load_images(
     Raises:
         InputError: a folder, its classes or their images are missing, or an option is invalid.
     """
-    transforms = image_transforms(options, load_images)
+    transforms = validated(ImageTransforms, options, loader=load_images)
     classes, train = _scan(Path(path))
     if evaluation_path is None:
         names = [Path(str(sample.source)).relative_to(path).as_posix() for sample in train]
@@ -84,8 +84,7 @@ def image_task(classes: Sequence[str], **options: Any) -> Task:
     """Return the task that classifies an image file; `options` are those of the data."""
     names = {field.name for field in fields(ImageTransforms)} - {"augment"}
     known = {name: options[name] for name in names & options.keys()}
-    transforms = image_transforms(known, image_task)
-    transform = transforms.validation()
+    transform = validated(ImageTransforms, known).validation()
     return Task(
         reads="an image file",
         read=lambda path: transform(read_image(path)),
@@ -114,7 +113,7 @@ def load_image_list(
     Raises:
         InputError: a table is missing or damaged, or an option is invalid.
     """
-    transforms = image_transforms(options, load_image_list)
+    transforms = validated(ImageTransforms, options, loader=load_image_list)
     read = partial(
         read_table, text_column=path_column, label_column=label_column, option="path_column"
     )
