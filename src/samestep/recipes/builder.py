@@ -152,8 +152,6 @@ class Built:
     driver: Driver
     train: WholeBatches  # training data, whose cursor is the position of the run
     evaluation: WholeBatches
-    # Function from the data of a batch to its numbers of tokens, and of tokens and padding.
-    count_tokens: Callable[[Any], tuple[Any, Any]] | None
     metrics: list[CountMetric | LossMetric]
     notes: list[str]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
@@ -223,7 +221,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         driver=driver,
         train=train,
         evaluation=evaluation,
-        count_tokens=splits.count_tokens,
         metrics=metrics,
         notes=notes,
         dataset_info=DatasetInfo(splits.classes, splits.model_options),

@@ -129,7 +129,6 @@ def load_language(
         evaluation=Blocks(validation, block_size),
         classes=tuple(encoder.name(token) for token in range(encoder.size)),
         collate=collate_padded,
-        count_tokens=count_tokens,
         fingerprint=fingerprint_of(
             [file.name for file in documents], checksums=[file.digest for file in documents]
         ),
@@ -151,12 +150,6 @@ def language_task(
         describe=partial(next_tokens, encoder),
         complete=partial(complete, tokenizer=encoder, block_size=block_size),
     )
-
-
-def count_tokens(microbatch: Sample) -> tuple[int, int]:
-    """Return the number of targets without and with padding."""
-    targets = microbatch[1]
-    return int((targets != IGNORED).sum()), targets.numel()
 
 
 def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
