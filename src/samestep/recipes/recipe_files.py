@@ -26,13 +26,7 @@ from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import expand_path
 from samestep.errors import CheckpointError, InputError, RecipeError
 from samestep.recipes.recipe_errors import explained
-from samestep.recipes.settings import (
-    apply_setting,
-    expand_paths,
-    flat,
-    short_key,
-    value_text,
-)
+from samestep.recipes.settings import apply_setting, expand_paths
 
 _NOT_SET = object()
 _DATASET_FILE = "data.json"
@@ -92,15 +86,6 @@ def _fix_of_recipe(name: str, path: Path) -> str:
         return f"samestep train images FOLDER model.name={name}"
     shipped = shipped_recipes()
     return did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}", "samestep train ")
-
-
-def usual_settings(name: str) -> list[str]:
-    """Return the settings of a recipe file, with the shortest keys."""
-    raw = read_yaml(_recipe_file(name))
-    return [
-        shlex.quote(f"{short_key(raw, key)}={value_text(value)}")
-        for key, value in flat(raw).items()
-    ]
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:

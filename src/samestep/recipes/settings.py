@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -81,17 +80,6 @@ def full_key(data: Mapping[str, Any], key: str, text: str = "VALUE") -> str:
             code="E_UNKNOWN_KEY",
         )
     return next(iter(full), key)
-
-
-def short_key(data: Mapping[str, Any], key: str) -> str:
-    """Return the shortest end of a key that `full_key` completes."""
-    parts = key.split(".")
-    for count in range(1, len(parts)):
-        short = ".".join(parts[-count:])
-        with suppress(RecipeError):
-            if full_key(data, short) == key:
-                return short
-    return key
 
 
 def value_text(value: Any) -> str:
