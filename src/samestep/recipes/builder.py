@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from samestep.checkpoint.contents import CompleteModel
 from samestep.config import NamedConfig, Recipe, RunOptions, default_workers
 from samestep.config.key_suggestions import did_you_mean
-from samestep.config.validation import require
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
@@ -141,10 +140,6 @@ def _unknown(problem: str, fix: str, expected: str = "package.module:attribute")
     return RecipeError(problem, expected=expected, fix=fix, code="E_UNKNOWN_NAME")
 
 
-# Names of the scalars of a loss beside `loss`, as far as they are known before the first batch.
-_PARTS = {"dice_plus": ("pixel", "dice")}
-
-
 @dataclass(frozen=True)
 class Built:
     """Objects of a recipe."""
@@ -184,7 +179,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     recipe = recipe.with_microbatches()
     splits = _splits(recipe.data)
     loss = RecipeLoss(_loss(recipe.loss))
-    _require_best(recipe)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
     model, notes = build_model(recipe, splits.classes, splits.model_options)
     # A file can differ between machines; other initial weights are a function of the seed.
@@ -244,21 +238,6 @@ def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> tor
         microbatches=recipe.microbatch_count,
         tensor_slices=config.tensor_slices,
         tensor_plan=config.tensor_plan,
-    )
-
-
-def _require_best(recipe: Recipe) -> None:
-    """Require that evaluation computes the value that selects the best checkpoint."""
-    if recipe.loss.name not in LOSSES:
-        return  # the names of its parts are not known before the first batch
-    names = ["loss", *recipe.metrics]
-    names += [f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ())]
-    require(
-        recipe.best_by is None or recipe.best_by in names,
-        f"best_by is {recipe.best_by}, which evaluation does not compute",
-        f"one of {', '.join(names)}",
-        "correct best_by, or leave it out",
-        code="E_METRIC",
     )
 
 

@@ -36,15 +36,7 @@ def build_optimizer(
     """Return the optimizer of a model; `kind` is the class that the recipe names."""
     groups = parameter_groups(model, config)
     options = default_options(kind, config.options, groups)
-    try:
-        optimizer = call(kind, options, groups, where="optimizer.options")
-    except ValueError as error:
-        raise RecipeError(
-            f"optimizer: {error}",
-            expected=f"options of {config.name}",
-            fix="correct optimizer.options",
-            code="E_VALUE",
-        ) from error
+    optimizer = call(kind, options, groups, where="optimizer.options")
     return returned(optimizer, torch.optim.Optimizer, f"optimizer {config.name!r}")
 
 

@@ -117,7 +117,9 @@ def fit(
         checkpoints.begin()
         if not driver.steps:  # an evaluation that cannot be computed must not cost an epoch
             first = islice(complete_epoch(built.evaluation), 1)
-            driver.evaluate(first, built.metrics, is_trial=True)
+            names = driver.evaluate(first, built.metrics, is_trial=True)
+            if names and "loss" in names:  # otherwise no sample of the batch can be used
+                checkpoints.is_best(names)  # raises an error if there is no value `best_by`
         is_complete = batches.cursor.epoch >= epochs or checkpoints.patience_is_over
         if is_complete and not checkpoints.awaits_evaluation:
             # Nothing remains of a complete run, but its summary has the values of an evaluation.
