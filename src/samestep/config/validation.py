@@ -101,7 +101,7 @@ def require_package(subject: str, package: str, fix: str) -> None:
     """
     if find_spec(package) is None:
         value = f"{subject} needs {package}"
-        expected = "installed packages of the selected loggers, formats and plots"
+        expected = "installed packages of the selected loggers, formats and models"
         raise RecipeError(value, expected, f"pip install {fix}", code="E_NOT_INSTALLED")
 
 

@@ -83,7 +83,7 @@ def torchvision_model(name: str) -> Builder:
     builder = get_model_builder(name)
     # The defaults of segmentation and detection models download a backbone.
     no_weights = {key: None for key in ("weights", "weights_backbone") if takes(builder, key)}
-    return _offline(f"torchvision:{name}", partial(builder, **no_weights), "num_classes")
+    return _offline(partial(builder, **no_weights), "num_classes")
 
 
 def _timm_model(name: str) -> Builder:
@@ -91,7 +91,7 @@ def _timm_model(name: str) -> Builder:
     if not timm.is_model(name):  # a name can have a tag of weights
         _require_known("timm", name, timm.list_models())
     create = partial(timm.create_model, name, pretrained=False)
-    return _offline(f"timm:{name}", create, "num_classes")
+    return _offline(create, "num_classes")
 
 
 def _segmentation_model(name: str) -> Builder:
@@ -99,14 +99,13 @@ def _segmentation_model(name: str) -> Builder:
     library = import_optional(kind, f"model {kind}:{name}")
     classes = {cls.__name__: cls for cls in library.MODEL_ARCHITECTURES_MAPPING.values()}
     _require_known(kind, name, classes)
-    return _offline(f"{kind}:{name}", partial(classes[name], encoder_weights=None), "classes")
+    return _offline(partial(classes[name], encoder_weights=None), "classes")
 
 
-def _offline(name: str, builder: Builder, classes: str) -> Builder:
+def _offline(builder: Builder, classes: str) -> Builder:
     """Return a builder that refuses downloads.
 
     Args:
-        name: name of the model.
         builder: function of the library.
         classes: the library's name of the number of classes.
     """
@@ -120,12 +119,7 @@ def _offline(name: str, builder: Builder, classes: str) -> Builder:
                     fix=f"remove model.options.{key} and set model.pretrained to a file of weights",
                     code="E_VALUE",
                 )
-        try:
-            return builder(**{**options, classes: num_classes})
-        except (KeyError, TypeError, ValueError) as error:
-            problem = f"model {name!r}: {error}"
-            expected = f"options of {name}"
-            raise RecipeError(problem, expected, "correct model.options", code="E_VALUE") from error
+        return builder(**{**options, classes: num_classes})
 
     return build
 

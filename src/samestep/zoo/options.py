@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from samestep.config.key_suggestions import suggest
+from samestep.config.validation import require_package
 from samestep.distributed.torch_errors import is_out_of_memory
 from samestep.errors import DataError, RecipeError, class_name, message_of
 from samestep.torchvision_import import make_torchvision_importable
@@ -54,7 +55,7 @@ def call(
             _require_type(f"{where}.{name}", parameter, options.get(name))
     try:
         return function(*arguments, **options)
-    except (IndexError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (LookupError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         if not options or not is_library or is_out_of_memory(error):
             raise
         message = next(iter(message_of(error).strip().splitlines()), "")
@@ -190,24 +191,16 @@ def require_count(name: str, value: object, least: int, example: int) -> None:
     require_option(name, value, is_count(value, least), f"an integer >= {least}", example)
 
 
-def import_optional(module: str, needed_by: str, extra: str = "zoo") -> Any:
+def import_optional(module: str, needed_by: str) -> Any:
     """Return a module of an optional library.
 
     Args:
         module: name of the module.
         needed_by: part of the recipe that needs it, such as `model timm:resnet10t`.
-        extra: optional dependencies of Samestep with the library.
 
     Raises:
         RecipeError: the library is not installed.
     """
     make_torchvision_importable()
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise RecipeError(
-            f"{needed_by} needs {error.name or module}: {error}",
-            expected="an installed library; this one is optional",
-            fix=f"pip install 'samestep[{extra}]'",
-            code="E_NOT_INSTALLED",
-        ) from error
+    require_package(needed_by, module.partition(".")[0], "'samestep[zoo]'")
+    return import_module(module)
