@@ -102,20 +102,6 @@ def test_freeze_refuses_what_makes_no_sense_and_changes_nothing(patterns: list[s
     assert all(tensor.requires_grad for tensor in model.parameters())
 
 
-# --- data -------------------------------------------------------------------------------------------------
-
-
-def test_digits_are_split_once_and_for_all() -> None:
-    first, second = load_digits(shift=0), load_digits(shift=0)
-    assert (len(first.train), len(first.evaluation), first.classes) == (1437, 360, tuple("0123456789"))
-    everything = [split[index] for split in (first.train, first.evaluation) for index in range(len(split))]
-    assert len(everything) == 1797
-    for index in (0, 100, 359):
-        assert torch.equal(first.evaluation[index][0], second.evaluation[index][0])
-    labels = [first.evaluation[index][1] for index in range(360)]
-    assert min(labels.count(digit) for digit in range(10)) >= 20
-
-
 # --- short names, import paths and calls with options ---
 
 

@@ -83,18 +83,27 @@ def test_file_that_a_tokenizer_cannot_encode(tmp_path: Path, letters: str, conte
             task.read(tmp_path / "z.txt")
 
 
-def test_label_is_a_class_name_or_a_class_number() -> None:
-    rows = [Row("r", "text", label) for label in ("b", "a", "1", "0", "2", "-1")]
-    data = Texts(rows, ByteTokenizer(), ("a", "b"))
-    assert [data[number][1] for number in range(4)] == [1, 0, 1, 0]
-    for number in (4, 5):
-        with pytest.raises(DataError, match="is not a class"):
-            data[number]
-    assert Texts(rows, ByteTokenizer(), ("1", "0"))[2][1] == 0  # names take precedence over numbers
-    with pytest.raises(DataError, match="the label '0' is not a class"):
-        Texts(rows, ByteTokenizer(), ("1", "2", "3"))[3]
-    padded = [Row("r", "text", label) for label in ("01", "nan")]
-    assert [Texts(padded, ByteTokenizer(), ("nan", "inf"))[number][1] for number in (0, 1)] == [1, 0]
+NUMBERS, NOT_FINITE = ("1", "2", "3"), ("nan", "inf", "-3e")
+
+
+@pytest.mark.parametrize(
+    ("classes", "label", "number"),
+    [
+        *[(("a", "b"), "b", 1), (("a", "b"), "1", 1), (("a", "b"), "01", 1)],
+        *[(("1", "0"), "1", 0), (NUMBERS, "3", 2)],  # names take precedence over numbers
+        *[(NOT_FINITE, "inf", 1), (NOT_FINITE, "02", 2)],
+        *[(("a", "b"), label, None) for label in ("2", "-1", "1_0", "9" * 5000)],
+        *[(NUMBERS, "0", None), (NUMBERS, "01", None)],
+    ],
+)
+def test_label_is_a_class_name_or_a_class_number(classes: tuple[str, ...], label: str, number: int | None) -> None:
+    data = Texts([Row("r", "text", label)], ByteTokenizer(), classes)
+    if number is not None:
+        assert data[0][1] == number
+        return
+    with pytest.raises(DataError, match="is not a class") as error:
+        data[0]
+    assert error.value.code == "E_CLASSES"
 
 
 # --- a dataset --------------------------------------------------------------------------------------------
