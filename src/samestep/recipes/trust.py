@@ -1,7 +1,7 @@
 """Trust in the code that a run directory names.
 
-Components of Samestep and of well-known libraries are imported from any run. Other import paths are
-code of the author of the run: they need `--trust`, once for an account.
+Components of Samestep, torch and libraries of models are imported from any run. Other import paths
+are code of the author of the run: they need `--trust`, once for an account.
 """
 
 from __future__ import annotations
@@ -29,41 +29,28 @@ from samestep.recipes.recipe_files import recipe_data
 
 _TOKEN_FILE = "trust"
 _SECTIONS = ("data", "model", "loss", "optimizer")
-# Libraries of models by name (`timm:vit_base_patch16_224`), which never load code or weights from
-# the network.
-_MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
-# Modules of which classes, and modules of which functions, can be components of any recipe. None of
-# them runs code that its options name, as `torch:load` and `torch.hub:load` do.
-_CLASSES = {
-    "model": ("monai.networks.nets", "segmentation_models_pytorch", "torch.nn"),
-    "loss": ("monai.losses", "segmentation_models_pytorch.losses", "timm.loss", "torch.nn"),
-    "optimizer": ("timm.optim", "torch.optim"),
+# Import paths that can be in any recipe, beside short names. None of them runs code that its
+# options name, as `torch:load` and `torch.hub:load` do.
+_WELL_KNOWN = {
+    "model": re.compile(r"(torch\.nn|transformers):[A-Z]\w*|(timm|torchvision):\w+(\.\w+)?"),
+    "loss": re.compile(r"torch\.nn:[A-Z]\w*|torch\.nn\.functional:[a-z]\w*"),
+    "optimizer": re.compile(r"torch\.optim:[A-Z]\w*"),
 }
-_FUNCTIONS = {"loss": ("torch.nn.functional", "torchvision.ops")}
-# Classes that load weights of the network by default.
-_DOWNLOADING = ("EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "Transchex")
-# Options of models and their configurations by which libraries open files or addresses, or load
-# other models. Text with a separator of paths, addresses or import paths is such a value anywhere:
-# the attention of transformers can be a repository of code, an encoder `tu-hf-hub:OWNER/NAME`.
-_OPENING = re.compile("(?i)cache|checkpoint|dir|file|hub|path|pretrained|remote|url|weights")
-_SWITCH = re.compile("(?i)download|pretrained|remote")
-_PLAIN = re.compile(r"[\w+-]*")
-_ZOO = re.compile(r"samestep\.zoo((\.[a-z]\w*)+:(load_\w+|[A-Z]\w*)|\.losses:cross_entropy)")
-_CLASS = re.compile(r"[A-Z]\w*")
-_FUNCTION = re.compile(r"[a-z]\w*")
 
 
 def foreign_paths(recipe: Recipe) -> dict[str, str]:
     """Return the names in a recipe that may be code of its author, by section.
 
-    A well-known component is named with its first option that opens files or addresses, or loads
-    code. Options of data name their files, which run no code.
+    A well-known model is named with its first option that can open a file or an address. Options of
+    data name their files, which run no code.
     """
     components = {}
     for section in _SECTIONS:
         component = getattr(recipe, section)
         name = str(component.name)
-        opening = "" if section == "data" else _opening_option(component.options)
+        opening = ""
+        if section == "model":
+            opening = _opening_option(component.options)
         if not _is_well_known(section, name):
             components[section] = name
         elif opening:
@@ -71,34 +58,30 @@ def foreign_paths(recipe: Recipe) -> dict[str, str]:
     return components
 
 
-def _opening_option(options: Mapping[str, Any]) -> str:
-    """Return the first of nested options that opens something, with its value; empty for none."""
-    for key, value in options.items():
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, str) and one and (_OPENING.search(key) or not _PLAIN.fullmatch(one)):
-                return f"{key}={one!r}"
-            if one is True and _SWITCH.search(key):
-                return f"{key}=true"
-            if isinstance(one, Mapping) and (inner := _opening_option(one)):
-                return f"{key}.{inner}"
-    return ""
-
-
 def _is_well_known(section: str, name: str) -> bool:
-    module, colon, attribute = name.partition(":")
-    if not colon or _ZOO.fullmatch(name):
+    if ":" not in name:
         return True  # a short name can only be one of Samestep's
-    package = module.partition(".")[0]
-    is_class = module in _CLASSES.get(section, ()) and _CLASS.fullmatch(attribute)
-    if attribute in _DOWNLOADING:
-        return False
-    is_function = module in _FUNCTIONS.get(section, ()) and _FUNCTION.fullmatch(attribute)
-    is_model = section == "model" and module in _MODEL_LIBRARIES and ":" not in attribute
-    if not (is_class or is_function or is_model):
+    if section not in _WELL_KNOWN or not _WELL_KNOWN[section].fullmatch(name):
         return False
     # A folder of this name in the current folder is not the package.
     folders = [path for path in sys.path if path and Path(path) != Path.cwd()]
+    package = re.split(r"\W", name)[0]
     return PathFinder.find_spec(package, folders) is not None
+
+
+def _opening_option(options: Mapping[str, Any]) -> str:
+    """Return the first of nested options that is text or true, with its value; empty for none.
+
+    Text can be a path, an address or the name of an encoder on the Hugging Face Hub; `true` can
+    select pretrained weights.
+    """
+    for key, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is True or (isinstance(one, str) and one):
+                return f"{key}={json.dumps(one)}"
+            if isinstance(one, Mapping) and (inner := _opening_option(one)):
+                return f"{key}.{inner}"
+    return ""
 
 
 def remember(folder: Path, recipe: Recipe) -> None:
@@ -145,8 +128,7 @@ def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> No
         raise InputError(
             f"{folder} names code outside of Samestep: {names}",
             expected="a run that this account has trained on this machine, or components of "
-            "Samestep, torch, torchvision, timm, transformers, monai and "
-            "segmentation_models_pytorch (docs/security.md)",
+            "Samestep, torch, torchvision, timm and transformers (docs/security.md)",
             fix="--trust, if you trust the author of the run and these modules: their code runs "
             "with your permissions",
             code="E_UNTRUSTED",
