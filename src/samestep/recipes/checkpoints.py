@@ -221,6 +221,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         if values is not None:
             epoch = self._batches.cursor.epoch
             is_best = self.is_best(values)
+            # The mean of the epoch ends here: a checkpoint of the next epoch begins with none.
             self._loss_sum = 0.0
             self._loss_count = 0.0
             self._hits.zero_()

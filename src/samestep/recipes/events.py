@@ -60,6 +60,7 @@ class StepTimer:
         began = time.perf_counter()
         yield
         self.local_samples += local_samples
+        # With the wait for the batch, as the clock on the wall has it.
         seconds = self.waits.last + time.perf_counter() - began
         self._samples += samples
         self._step_seconds += seconds

@@ -64,6 +64,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[Group]:
         if config.layer_decay is not None:
             group["lr_scale"] = config.layer_decay ** (max(layers.values()) - layers[name])
         group["params"].append(parameter)
+    # The rate of the first group is the one that events show.
     return [groups[key] for key in sorted(groups, reverse=True)]
 
 
@@ -138,6 +139,7 @@ def schedule_factor(
     "Accurate, large minibatch SGD", 2017).
     """
     warmup = round(schedule.warmup_epochs * steps_per_epoch)
+    # The last step has the final rate, so there is one interval less than steps.
     decay = max(1, steps_per_epoch * epochs - 1 - warmup)
     period = max(1, round(schedule.step_epochs * steps_per_epoch))
 

@@ -91,6 +91,7 @@ def _fix_of_recipe(name: str, path: Path) -> str:
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
     """Return the validated recipe of plain data with overrides; errors name its `origin`."""
     try:
+        # A copy, which settings change; only values of JSON survive it.
         data = json.loads(json.dumps(raw))
     except (TypeError, ValueError) as error:  # ValueError: a YAML alias that contains itself
         raise RecipeError(

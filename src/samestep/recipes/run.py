@@ -61,6 +61,7 @@ def train(
     """
     with (
         start_world(recipe, options) as world,
+        # Rank 0 alone writes to the folder; other ranks would find the lock taken.
         FolderLock(run) if world.is_main else nullcontext(),
         RankMonitor(run, world, first_step) as monitor,
     ):
@@ -137,6 +138,7 @@ def fit(
                     events.timer.step(samples, samples // world.size),
                 ):
                     result = driver.step(batch)
+                    # All ranks end after the same step, so that none waits for another.
                     stopped = any(any_rank(world, world.stop_requested))
                 events.log_step(result, begin, batches)
                 checkpoints.add(result)  # before a save, which contains the mean of the epoch

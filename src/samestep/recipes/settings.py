@@ -130,6 +130,7 @@ def names_of(kind: Any) -> list[str]:
 
 def section_of(kind: Any, name: str) -> Any:
     """Return the class of a section of a configuration class, or None for a value."""
+    # The type of an optional section is `Section | None`.
     hint = get_type_hints(kind)[name]
     return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 

@@ -153,6 +153,7 @@ class Driver:
             self._require_skip(data, batch.samples, is_loss_finite=math.isfinite(values[0]))
         elif self._average is not None:
             self._average.update(self.steps + 1)
+        # After a skipped step too: the scale becomes smaller.
         self.scaler.update()
         with warnings.catch_warnings():
             # Raised if the first update was skipped; the schedule counts skipped steps on purpose.

@@ -121,6 +121,7 @@ class ImageTransforms:
                 v2.RandAugment(2, augment.randaugment, num_magnitude_bins=_MAX_MAGNITUDE + 1)
             )
         steps += self._normalized()
+        # After the normalization: an erased pixel is zero, the mean of the channel.
         if augment.random_erasing:
             steps.append(v2.RandomErasing(augment.random_erasing))
         return _composed(steps)

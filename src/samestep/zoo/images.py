@@ -82,6 +82,7 @@ def load_images(
 
 def image_task(classes: Sequence[str], **options: Any) -> Task:
     """Return the task that classifies an image file; `options` are those of the data."""
+    # Other options name files, which predictions do not need.
     names = {field.name for field in fields(ImageTransforms)} - {"augment"}
     known = {name: options[name] for name in names & options.keys()}
     transform = validated(ImageTransforms, known).validation()
@@ -189,6 +190,7 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
         raise _invalid_classes(
             f"{root} has {len(classes)} class folders", f"move images to {root}/CLASS/IMAGE.jpg"
         )
+    # Otherwise the model would learn to tell training images from validation images.
     if set(classes) <= _SPLIT_NAMES:
         first, *others = sorted(classes, key=lambda name: name != "train")
         raise _invalid_classes(

@@ -16,7 +16,8 @@ from samestep.zoo.options import import_optional, unusable
 
 _MAX_LISTED = 20  # labels in an error
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
-_MAX_DIGITS = 9  # of a class number
+# Of a class number: Python refuses to read thousands of digits.
+_MAX_DIGITS = 9
 # The csv module refuses cells above 128 KiB by default.
 _MAX_CELL = 2**31 - 1
 
@@ -85,6 +86,7 @@ class ClassLabels:
         return number
 
 
+# With slots: a table can have millions of rows.
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a table. A row that cannot be used has an empty text or label, and a problem."""

@@ -227,6 +227,7 @@ def generate(
     while len(result) < count:
         window = [*tokens, *result][-block_size:]
         logits = model(torch.tensor([window], device=device))[0, :, -1].double().cpu()
+        # Stable: equal logits have the order of their tokens on every device.
         values, order = logits.sort(descending=True, stable=True)
         probabilities = (values[:_TOP_K] / _TEMPERATURE).softmax(dim=0)
         token = int(order[torch.multinomial(probabilities, 1, generator=generator)])

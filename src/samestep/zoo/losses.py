@@ -89,6 +89,7 @@ def bce_with_logits(
     logits, labels, is_counted = _binary(outputs, targets)
     _require_number("foreground_weight", foreground_weight)
     weight = torch.tensor(foreground_weight, dtype=logits.dtype, device=logits.device)
+    # Not torch's mean, which would count the ignored pixels.
     losses = functional.binary_cross_entropy_with_logits(
         logits, labels, pos_weight=weight, reduction="none"
     )

@@ -159,6 +159,7 @@ class MaskCode:
         Raises:
             DataError: a value is unknown.
         """
+        # One integer per pixel, for the binary search below.
         packed = values.astype(numpy.int64)
         if self.has_colors:
             packed = (packed[..., 0] << 16) | (packed[..., 1] << 8) | packed[..., 2]

@@ -161,6 +161,7 @@ def transformers_model(name: str) -> Builder:
         configure = _configure_folder if is_folder else _configure_class
         try:
             kind, config = configure(transformers, name, num_classes, text_sizes, options)
+            # The configuration of a folder can name float16, in which recipes do not train.
             arguments: dict[str, Any] = {"dtype": torch.float32}
             if attn_implementation is None and kind != "image":
                 attn_implementation = "eager"  # fused kernels depend on type, shape and device

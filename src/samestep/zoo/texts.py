@@ -71,6 +71,7 @@ def load_texts(
             classes = sorted(labels, key=int)
     names = class_names(classes)
     if evaluation_path is None:
+        # Rows without a text would all have the same key.
         keys = [row.text or row.where for row in rows]
         parts = train_validation_split(keys, evaluation_fraction, unit="text")
         train_rows, validation_rows = ([rows[index] for index in indices] for indices in parts)
