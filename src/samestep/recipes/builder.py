@@ -47,7 +47,6 @@ from samestep.recipes.optimizers import (
     scale_rates,
     schedule_factor,
 )
-from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed
 from samestep.recipes.training_step import Driver
 from samestep.session import start
@@ -149,9 +148,7 @@ class Built:
     evaluation: WholeBatches
     metrics: list[CountMetric | LossMetric]
     notes: list[str]  # for the user, such as frozen parameters or a scaled learning rate
-    dataset_info: DatasetInfo  # facts of the data that the model depends on
-    facts: dict[str, str]  # facts of the training data that a resumption compares
-    evaluation_text: Callable[[int], str] | None  # text of a validation sample
+    splits: Splits  # data sets and their facts
     workers: int  # loader processes of a rank
 
 
@@ -217,9 +214,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         evaluation=evaluation,
         metrics=metrics,
         notes=notes,
-        dataset_info=DatasetInfo(splits.classes, splits.model_options),
-        facts=splits.facts,
-        evaluation_text=splits.evaluation_text,
+        splits=splits,
         workers=workers,
     )
 

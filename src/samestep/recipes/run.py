@@ -32,7 +32,7 @@ from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.events import TrainingEvents
 from samestep.recipes.models import load_all
 from samestep.recipes.predict import evaluate_by_class, evaluated
-from samestep.recipes.recipe_files import update_recipe, write_dataset_info
+from samestep.recipes.recipe_files import DatasetInfo, update_recipe, write_dataset_info
 from samestep.recipes.samples import RecipeBatch, complete_epoch
 from samestep.runs.folder import append_start, environment, recorded_keep, require_same_code
 
@@ -242,7 +242,8 @@ def _record_start(
         keep=keep,
     )
     append_start(run, start)
-    write_dataset_info(built.dataset_info, run)
+    info = DatasetInfo(built.splits.classes, built.splits.model_options)
+    write_dataset_info(info, run)
     if first_step:
         update_recipe(run / "recipe.yaml", recipe)
 
@@ -296,7 +297,7 @@ def evaluate(
     """
     with start_world(recipe, options) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
-        own = built.dataset_info.classes
+        own = built.splits.classes
         if classes is not None and list(own) != list(classes):
             raise DataError(
                 f"the data have the classes {', '.join(own)}, the run has {', '.join(classes)}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -142,18 +141,9 @@ def load_image_list(
     if evaluation_path is not None:
         validation = [sample(row, evaluation_path) for row in read(evaluation_path)]
     else:
-        train, validation = _split(train, _keys(train, rows), evaluation_fraction, names)
+        keys = [row.text for row in rows]
+        train, validation = _split(train, keys, evaluation_fraction, names)
     return _splits(train, validation, names, transforms)
-
-
-def _keys(samples: list[Sample], rows: list[Row]) -> list[str]:
-    """Return the path of each row as in the list; rows of one image have the first of its paths."""
-    paths = [os.path.abspath(str(sample.source)) for sample in samples]
-    first: dict[str, str] = {}
-    for path, row in zip(paths, rows, strict=True):
-        if row.text:
-            first.setdefault(path, row.text)
-    return [first.get(path, row.text) for path, row in zip(paths, rows, strict=True)]
 
 
 def _split(
