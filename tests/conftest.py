@@ -30,7 +30,7 @@ settings.load_profile("samestep")
 
 @pytest.fixture(scope="session", autouse=True)
 def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Use a key for signatures of runs, and a folder of caches, that are not those of this account."""
+    """Use folders of trusted components and of caches that are not those of this account."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 

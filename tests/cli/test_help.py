@@ -15,7 +15,7 @@ from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.main import main
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DONE, EXIT_INPUT
-from samestep.recipes.recipe_files import load_recipe, shipped_recipes, usual_settings
+from samestep.recipes.recipe_files import shipped_recipes
 from samestep.recipes.settings import recipe_schema
 
 SHIPPED = Path(__file__).parents[2] / "src" / "samestep" / "recipes" / "shipped"
@@ -56,17 +56,8 @@ def test_help_has_the_usual_options_first(capsys: pytest.CaptureFixture[str], co
     assert len(usual.splitlines()) < 60, "more than a screen"
 
 
-def test_help_of_a_recipe_lists_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "train", "images", "--help")
-    settings = text.partition("settings of images:\n")[2].split("\n")
-    assert {"  epochs=30", "  lr=0.01", "  model.name=torchvision:resnet34"} <= set(settings)
-
-
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_listed_settings_are_those_of_the_recipe(name: str) -> None:
-    shell = f"printf '%s\\n' {' '.join(usual_settings(name))}"
-    listed = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert load_recipe(name, listed) == load_recipe(name)
+def test_help_of_a_recipe_names_the_command_that_prints_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "settings of images: samestep train images --print" in printed(capsys, "train", "images", "--help")
 
 
 # --- JSON schema ---

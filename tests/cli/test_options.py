@@ -13,6 +13,7 @@ from helpers.started import free_port, python, ranks
 from helpers.system import answer, events, here, tree, weights
 from samestep.errors import EXIT_DONE, EXIT_INPUT
 from samestep.recipes.recipe_files import read_recipe
+from samestep.recipes.yaml_text import from_yaml
 
 # --- unknown options and keys ---
 
@@ -84,14 +85,15 @@ def test_path_is_the_data(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PLACE", str(tmp_path))
     (tmp_path / "photos").mkdir()
-    assert here("train", "images", "--print", place, "lr=0.5", "--exact", "--json", cwd=tmp_path) == EXIT_DONE
+    command = ("train", "images", "--print", place, "lr=0.5", "--exact")
+    assert here(*command, "--json", cwd=tmp_path) == EXIT_DONE
     printed = answer(capsys)
+    assert here(*command, cwd=tmp_path) == EXIT_DONE
+    assert from_yaml(capsys.readouterr().out) == printed["recipe"]
     path = Path(printed["recipe"]["data"]["options"]["path"])
     assert path in (tmp_path / "photos", Path("photos"))
     assert printed["recipe"]["optimizer"]["options"]["lr"] == 0.5
-    for key in ("data.options.path", "optimizer.options.lr", "step.reduction"):
-        assert printed["origins"][key] == "command line"
-    assert printed["origins"]["epochs"] == "images"
+    assert printed["recipe"]["step"]["reduction"] == "exact"
     assert not (tmp_path / "runs").exists()
 
 

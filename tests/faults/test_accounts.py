@@ -57,17 +57,16 @@ def test_account_without_an_entry_and_a_home(tmp_path: Path, record_fault: Recor
     with Running("train", RECIPE, "--name", "a", "epochs=1", cwd=tmp_path, command=unset) as running:
         done_training = running.wait(200)
     assert done_training.code == 0, done_training.err
-    assert not (tmp_path / "runs/a/signature").exists()
     assert "HOME" in done_training.err
     with Running("eval", "runs/a", cwd=tmp_path, command=unset) as running:
         require_single_report(running.wait(200), 2)
-    record_fault("no HOME and no entry in passwd: train", "exit code 0; unsigned")
-    record_fault("no HOME and no entry in passwd: eval of an unsigned run", "exit code 2; E_UNTRUSTED")
+    record_fault("no HOME and no entry in passwd: train", "exit code 0; not trusted later")
+    record_fault("no HOME and no entry in passwd: eval of this run", "exit code 2; E_UNTRUSTED")
 
 
 @pytest.mark.parametrize("home", ["relative", ".", "../x"])
 def test_relative_home_is_none(home: str, monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault) -> None:
-    """A key in the current folder could be that of a stranger."""
+    """A folder below the current one could be that of a stranger."""
     monkeypatch.setenv("HOME", home)
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -75,7 +74,7 @@ def test_relative_home_is_none(home: str, monkeypatch: pytest.MonkeyPatch, recor
         state_folder()
     assert caught.value.code == "E_MACHINE"
     assert all(os.path.isabs(path) for path in library_caches("/tmp"))
-    record_fault(f"HOME is `{home}`", "no key; E_MACHINE")
+    record_fault(f"HOME is `{home}`", "no folder of this account; E_MACHINE")
 
 
 # --- names ---

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import struct
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,23 +99,6 @@ def test_commands_of_a_run_end(kind: str, run: Path, tmp_path: Path, record_faul
         assert here(*command, cwd=tmp_path) == 2
     assert time.process_time() - began < 4 * SECONDS
     record_fault(f"{kind} in the place of a checkpoint's files, recipe.yaml and data.json", "exit code 2 within 2 s")
-
-
-def test_recipe_from_a_pipe(tmp_path: Path, record_fault: RecordFault) -> None:
-    text = "model: {name: digits_net}\nepochs: 7\ndata: {name: digits}\noptimizer: {name: adamw}\nbatch_size: 8\n"
-    reader, writer = os.pipe()
-    os.write(writer, text.encode())
-    os.close(writer)
-    assert load_recipe(f"/dev/fd/{reader}").epochs == 7
-    os.close(reader)
-    os.mkfifo(tmp_path / "recipe")
-    thread = threading.Thread(target=(tmp_path / "recipe").write_text, args=(text,))
-    descriptor = os.open(tmp_path / "recipe", os.O_RDONLY | os.O_NONBLOCK)
-    thread.start()
-    thread.join()
-    assert load_recipe(str(tmp_path / "recipe"), ["epochs=3"]).epochs == 3
-    os.close(descriptor)
-    record_fault("a recipe on the command line is a pipe", "it is read")
 
 
 # --- sizes that lie ---

@@ -135,7 +135,7 @@ def test_request_to_end_during_start_up_ends_and_leaves_nothing(
 def test_a_fork_server_that_is_killed_while_ranks_start_is_told(tmp_path: Path) -> None:
     with train(tmp_path, "--processes", 2) as running:
         running.until(lambda: servers(running), "the fork server")
-        running.until((tmp_path / "runs" / "a" / "signature").exists, "the run")  # ranks start next
+        running.until((tmp_path / "runs" / "a" / "recipe.yaml").exists, "the run")  # ranks start next
         (server,) = servers(running)
         running.kill_process(server, signal.SIGSTOP)
         stacks = "samestep-stacks"  # a file of the launcher for each rank

@@ -1,6 +1,5 @@
 """Weights and data of a recipe; short names and import paths, and calls with options."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -10,13 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from samestep.config import RecipeStep, RunOptions
-from samestep.distributed.world import World
-from samestep.errors import DataError, RecipeError
-from samestep.recipes.builder import DATA, LOSSES, MODELS, build, find
+from helpers.system import here
+from samestep.config import RecipeStep
+from samestep.errors import EXIT_INPUT, DataError, RecipeError
+from samestep.recipes.builder import DATA, LOSSES, MODELS, find
 from samestep.recipes.models import freeze, load_matching, transform_model
 from samestep.recipes.optimizers import OPTIMIZERS
-from samestep.recipes.recipe_files import load_recipe
 from samestep.zoo.digits import DigitsNet, load_digits
 from samestep.zoo.losses import cross_entropy
 from samestep.zoo.options import call
@@ -102,20 +100,6 @@ def test_freeze_refuses_what_makes_no_sense_and_changes_nothing(patterns: list[s
     with pytest.raises(RecipeError, match=message.replace("*", r"\*")):
         freeze(model, patterns)
     assert all(tensor.requires_grad for tensor in model.parameters())
-
-
-# --- data -------------------------------------------------------------------------------------------------
-
-
-def test_digits_are_split_once_and_for_all() -> None:
-    first, second = load_digits(shift=0), load_digits(shift=0)
-    assert (len(first.train), len(first.evaluation), first.classes) == (1437, 360, tuple("0123456789"))
-    everything = [split[index] for split in (first.train, first.evaluation) for index in range(len(split))]
-    assert len(everything) == 1797
-    for index in (0, 100, 359):
-        assert torch.equal(first.evaluation[index][0], second.evaluation[index][0])
-    labels = [first.evaluation[index][1] for index in range(360)]
-    assert min(labels.count(digit) for digit in range(10)) >= 20
 
 
 # --- short names, import paths and calls with options ---
@@ -228,23 +212,18 @@ def exhausts(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "best", "is_valid"),
-    [
-        ("cross_entropy", "loss_x", False),
-        ("dice_plus", "loss_x", False),
-        ("dice_plus", "loss_dice", True),
-        ("cross_entropy", "loss", True),
-    ],
+    ("loss", "expected"), [("cross_entropy", "one of loss"), ("dice_plus", "loss_pixel, loss_dice")]
 )
 def test_the_best_checkpoint_is_selected_by_a_term_of_the_loss(
-    alone: World, loss: str, best: str, is_valid: bool
+    loss: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load_recipe("digits", [f"loss.name={loss}", f"best_by={best}", "batch_size=256", "microbatches=1"])
-    with nullcontext() if is_valid else pytest.raises(RecipeError, match=f"best_by is {best}") as error:
-        build(recipe, RunOptions(device="cpu"), alone)
-    if error is not None:
-        assert error.value.code == "E_METRIC"
-        assert ("loss_pixel, loss_dice" in str(error.value.expected)) == (loss == "dice_plus")
+    """Another name is refused before the first step."""
+    settings = (f"loss.name={loss}", "best_by=loss_x", "batch_size=256", "model.options.width=4", "metrics=[]")
+    assert here("train", "digits", *settings, "--name", "a", cwd=tmp_path) == EXIT_INPUT
+    err = capsys.readouterr().err
+    assert "[E_METRIC]" in err
+    assert expected in err
+    assert not (tmp_path / "runs/a").exists()
 
 
 @pytest.mark.parametrize(("tf32", "precision"), [(None, "high"), (True, "high"), (False, "highest")])

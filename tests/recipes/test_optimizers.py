@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, StepLR
 
-from helpers.system import here, weights
 from samestep.checkpoint.contents import Progress, Training
 from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
@@ -25,14 +24,12 @@ from samestep.recipes.optimizers import (
     OPTIMIZERS,
     apply_layer_decay,
     build_optimizer,
-    layer_numbers,
     parameter_groups,
     scale_rates,
     schedule_factor,
 )
 from samestep.recipes.recipe_files import load_recipe
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.digits import DigitsNet
 from samestep.zoo.models import TokensNet
 
 
@@ -72,64 +69,34 @@ def test_groups_equal_those_of_timm(name: str, decay_norms: bool) -> None:
 
 
 def test_trained_parameters_are_in_one_group_each_with_the_full_rate_first() -> None:
-    model = TokensNet(width=8, heads=2, blocks=3)
-    model.tokens.weight.requires_grad_(False)
+    model = timm_model("test_vit")
+    model.patch_embed.proj.weight.requires_grad_(False)  # type: ignore[union-attr]
     groups = parameter_groups(model, OptimizerConfig(name="adamw", layer_decay=0.5, decay_norms=False))
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
     scales = [group["lr_scale"] for group in groups]
     assert scales == sorted(scales, reverse=True)
-    assert set(scales) == {1.0, 0.5, 0.25, 0.125, 0.0625}, "frozen parameters do not move the others' layers"
+    assert set(scales) == {0.5**layer for layer in range(8)}, "frozen parameters do not move the others' layers"
 
 
-def test_layers_of_torchvisions_models() -> None:
-    make_torchvision_importable()
-    from torchvision.models import resnet18
-    from torchvision.models.vision_transformer import VisionTransformer
-
-    with torch.random.fork_rng():
-        vit = layer_numbers(VisionTransformer(16, 8, num_layers=3, num_heads=2, hidden_dim=8, mlp_dim=8, num_classes=3))
-        resnet = layer_numbers(resnet18(num_classes=3))
-    first = {"class_token", "conv_proj.weight", "conv_proj.bias", "encoder.pos_embedding"}
-    assert {name for name, layer in vit.items() if layer == 0} == first
-    assert {vit["encoder.ln.weight"], vit["heads.head.weight"]} == {4}
-    assert vit["encoder.layers.encoder_layer_2.mlp.0.weight"] == 3
-    names = ("conv1.weight", "layer1.0.conv1.weight", "layer4.1.conv2.weight", "fc.bias")
-    assert [resnet[name] for name in names] == [0, 1, 8, 9]
-
-
-def test_parameters_between_two_lists_belong_to_the_earlier_block() -> None:
-    model = nn.ModuleDict(
-        {
-            "first": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
-            "between": nn.Linear(2, 3),
-            "second": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]),
-        }
-    )
-    numbers = layer_numbers(model)
-    names = ("first.0", "first.1", "between", "second.0", "second.1")
-    assert [numbers[f"{name}.weight"] for name in names] == [1, 2, 2, 3, 4]
-
-
-def test_model_without_blocks_is_refused() -> None:
-    with pytest.raises(RecipeError, match="no list of similar blocks"):
-        layer_numbers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+def test_model_without_numbered_layers_is_refused() -> None:
+    with pytest.raises(RecipeError, match="does not number its layers"):
+        parameter_groups(TokensNet(width=8, heads=2), OptimizerConfig(name="adamw", layer_decay=0.5))
 
 
 def test_rates_are_scaled_once_and_reported() -> None:
-    model, config = DigitsNet(width=4), OptimizerConfig(name="sgd", layer_decay=0.5)
+    model, config = timm_model("test_vit"), OptimizerConfig(name="sgd", layer_decay=0.5)
     optimizer = torch.optim.SGD(parameter_groups(model, config), lr=0.8)
     (note,) = apply_layer_decay(optimizer, config)
-    assert note == "layer decay 0.5: 5 learning rates from 0.05 to 0.8"
-    assert [group["lr"] for group in optimizer.param_groups] == [0.8, 0.4, 0.2, 0.1, 0.05]
-    assert optimizer.param_groups[0]["params"][0] is model.head.weight
+    assert note == "layer decay 0.5: 8 learning rates from 0.00625 to 0.8"
+    assert [group["lr"] for group in optimizer.param_groups] == [0.8 * 0.5**layer for layer in range(8)]
+    assert any(parameter is model.head.weight for parameter in optimizer.param_groups[0]["params"])
     plain = torch.optim.SGD(model.parameters(), lr=0.8)
     assert apply_layer_decay(plain, OptimizerConfig(name="sgd")) == []
 
 
 def training(layer_decay: float | None) -> Training:
-    with torch.random.fork_rng():
-        model = DigitsNet(width=4)
+    model = timm_model("test_vit")
     config = OptimizerConfig(name="adamw", layer_decay=layer_decay, decay_norms=False)
     optimizer = torch.optim.AdamW(parameter_groups(model, config), lr=0.1)
     apply_layer_decay(optimizer, config)
@@ -139,7 +106,7 @@ def training(layer_decay: float | None) -> Training:
 
 def test_groups_are_restored_from_a_checkpoint(tmp_path: Path) -> None:
     first, second, other = training(0.5), training(0.5), training(None)
-    first.model(torch.ones(2, 1, 8, 8)).sum().backward()
+    first.model(torch.ones(2, 3, 160, 160)).sum().backward()
     first.optimizer.step()
     assert first.scheduler is not None
     first.scheduler.step()
@@ -155,24 +122,6 @@ def test_groups_are_restored_from_a_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(slots[name], first.optimizer.state[parameter]["exp_avg"])
     with pytest.raises(CheckpointError, match="does not match"):
         load(checkpoint, other)
-
-
-@pytest.mark.slow
-def test_layer_decay_gives_equal_weights_on_one_and_three_processes(tmp_path: Path) -> None:
-    overrides = (
-        "data.options.lines=60",
-        "epochs=2",
-        "step.reduction=exact",
-        "optimizer.layer_decay=0.5",
-        "optimizer.decay_norms=false",
-        "schedule={name: step, step_epochs: 1, gamma: 0.5}",
-    )
-    for count in (1, 3):
-        code = here("train", "tokens", "--processes", count, "--name", count, *overrides, cwd=tmp_path)
-        assert code == 0
-    assert weights(tmp_path / "runs" / "1") == weights(tmp_path / "runs" / "3")
-    assert here("train", "tokens", "--name", "plain", *overrides, "optimizer.layer_decay=null", cwd=tmp_path) == 0
-    assert weights(tmp_path / "runs" / "plain") != weights(tmp_path / "runs" / "1")
 
 
 def scaled(lr: float, size: int, rule: LearningRateRule, base: int) -> float:

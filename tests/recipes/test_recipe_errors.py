@@ -18,6 +18,8 @@ INVALID = {
     "data=photos": "data.options.path=photos",
     "model=resnet18": "model.name=resnet18",
     "batchsize=32": "batch_size=32",
+    "step.reductoin=fast": "step.reduction=fast",
+    "optimizer.layer_decy=1": "optimizer.layer_decay=1",
     "optimizer.option.lr=1": "optimizer.options.lr=1",
     "data.cache=1": "data.options.cache=1",
     "schedule.warmup=1": "schedule.warmup_epochs=1",

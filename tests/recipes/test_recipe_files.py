@@ -109,24 +109,6 @@ def test_overrides_set_nested_keys_and_the_last_one_wins() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("typo", "key"),
-    [
-        ("epoch=1", "epochs"),
-        ("step.reductoin=fast", "step.reduction"),
-        ("model.freez=[a]", "model.freeze"),
-        ("optimizer.layer_decy=1", "optimizer.layer_decay"),
-        ("data.option.path=x", "data.options.path"),
-    ],
-)
-def test_typo_suggests_the_similar_key(typo: str, key: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        made(typo)
-    assert error.value.code == "E_UNKNOWN_KEY"
-    assert error.value.fix.replace("'", "") == f"did you mean {key}={typo.partition('=')[2]}?"
-    assert key.removesuffix(".path").rpartition(".")[2] in str(error.value.expected)
-
-
 def test_missing_key_is_reported() -> None:
     data = raw()
     del data["optimizer"]

@@ -1,22 +1,17 @@
-"""Runs of recipes: training, evaluation, predictions and notes on GPUs."""
+"""Runs of recipes: training, evaluation, predictions and memory of GPUs."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from helpers.system import events, here, tree, weights
-from samestep.config import RecipeStep
 from samestep.distributed.devices import GpuMemory
 from samestep.distributed.world import World
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.events import memory_event
 from samestep.recipes.predict import picture_paths
-from samestep.recipes.run import gpu_hints
 from samestep.tools.top import read_status
 from samestep.zoo.digits import DigitsNet
 
@@ -111,20 +106,6 @@ def test_pictures_replace_neither_each_other_nor_inputs(tmp_path: Path) -> None:
         with pytest.raises(InputError) as error:
             picture_paths(files, out)
         assert error.value.code == "E_OUTPUT"
-
-
-CONVOLUTIONS = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
-
-
-def test_hints_are_for_gpus_and_for_options_that_are_not_set() -> None:
-    gpu = torch.device("cuda", 0)
-    step = RecipeStep()
-    assert gpu_hints(CONVOLUTIONS, step, torch.device("cpu")) == []
-    hints = gpu_hints(CONVOLUTIONS, step, gpu)
-    assert [option in hint for option, hint in zip(("bf16", "channels_last"), hints, strict=True)] == [True, True]
-    assert gpu_hints(nn.Linear(2, 2), step, gpu) == hints[:1]
-    assert gpu_hints(CONVOLUTIONS, replace(step, precision="fp16"), gpu) == hints[1:]
-    assert gpu_hints(CONVOLUTIONS, replace(step, precision="bf16", channels_last=True), gpu) == []
 
 
 def test_memory_of_an_epoch(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
-"""Settings of recipes: short keys, paths, and the origin of each value."""
+"""Settings of recipes: short keys and paths."""
 
 from pathlib import Path
 
 import pytest
 
 from samestep.errors import RecipeError
-from samestep.recipes.recipe_files import load_recipe, recipe_data, recipe_with_origins
-from samestep.recipes.settings import annotated, flat, full_key
-from samestep.recipes.yaml_text import from_yaml
+from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.recipes.settings import full_key
 
 DIGITS = recipe_data(load_recipe("digits"))
 
@@ -54,17 +53,3 @@ def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_other_values_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/a")
     assert load_recipe("digits", ["best_by=loss_~", "data.options.x=~/a"]).data.options["x"] == "~/a"
-
-
-def test_origin_of_each_value() -> None:
-    recipe, origins = recipe_with_origins("digits", ["lr=0.5", "ema={decay: 0.9}"])
-    assert set(origins) == set(flat(recipe_data(recipe)))
-    assert origins["optimizer.options.lr"] == origins["ema.decay"] == "command line"
-    assert origins["optimizer.options.momentum"] == origins["epochs"] == "digits"
-    assert origins["step.seed"] == origins["best_by"] == "default"
-
-
-@pytest.mark.parametrize("settings", [[], ["best_by=null", "data.options.x='true'", 'model.options.y="a # b"']])
-def test_annotated_recipe_is_yaml_of_the_same_recipe(settings: list[str]) -> None:
-    recipe, origins = recipe_with_origins("digits", settings)
-    assert from_yaml("\n".join(annotated(recipe_data(recipe), origins))) == recipe_data(recipe)

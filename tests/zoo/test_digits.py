@@ -17,6 +17,9 @@ def test_both_splits_together_are_the_images_of_scikit_learn() -> None:
     expected = {(*(row / 16).tolist(), int(label)) for row, label in zip(pixels, labels, strict=True)}
     assert (len(splits.train), len(splits.evaluation)) == (1437, 360)
     assert table(splits.train) | table(splits.evaluation) == expected  # type: ignore[arg-type]
+    assert table(load_digits(shift=0).evaluation) == table(splits.evaluation)  # type: ignore[arg-type]
+    held_out = [splits.evaluation[index][1] for index in range(360)]
+    assert min(held_out.count(digit) for digit in range(10)) >= 20
 
 
 def test_shift_is_at_most_the_option() -> None:

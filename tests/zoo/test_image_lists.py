@@ -103,7 +103,7 @@ def test_classes_option_defines_the_classes(folder: Path) -> None:
 def test_invalid_list_is_refused(name: str, text: str | bytes | None, code: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(DataError) as error:
+    with pytest.raises(InputError) as error:
         load_image_list(str(tmp_path / name))
     assert error.value.code == code
 

@@ -9,14 +9,15 @@ import torch
 from helpers.image_kinds import encoded, noise
 from helpers.system import events, here, weights
 from samestep.errors import RecipeError
-from samestep.zoo.image_transforms import Augment, image_transforms
+from samestep.zoo.image_transforms import Augment, ImageTransforms
 from samestep.zoo.images import image_task, load_images
 from samestep.zoo.losses import cross_entropy
+from samestep.zoo.options import validated
 
 
 def made(options: dict[str, Any], seed: int) -> torch.Tensor:
     """One training image."""
-    transform = image_transforms({"image_size": 16, "augment": options}, load_images).train()
+    transform = validated(ImageTransforms, {"image_size": 16, "augment": options}).train()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return transform(noise())
@@ -59,7 +60,7 @@ def test_option_changes_images_by_the_seeded_generators_alone(options: dict[str,
 )
 def test_invalid_option_is_refused(options: Any, message: str) -> None:
     with pytest.raises(RecipeError) as error:
-        image_transforms({"augment": options}, load_images)
+        validated(ImageTransforms, {"augment": options})
     assert message in str(error.value)
 
 

@@ -332,9 +332,6 @@ def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, 
 def test_perplexity_covers_all_tokens_and_does_not_depend_on_processes(tmp_path: Path) -> None:
     one, three = (train(tmp_path, processes, name=f"on-{processes}") for processes in (1, 3))
     assert three == one
-    [counted] = events(tmp_path / "runs" / "on-3", "tokens")
-    # The last block has 12 tokens and is padded to 16.
-    assert (counted["samples"], counted["tokens"], counted["padding"]) == (94, 1500, 4)
     splits = load_language(train_tokens=1500, evaluation_tokens=333, block_size=16, cache=str(tmp_path / "cache"))
     model = tiny(n_embd=16, n_head=2, n_layer=1, block_size=64)
     load_model(tmp_path / "runs" / "on-3" / "checkpoints" / "last", model)

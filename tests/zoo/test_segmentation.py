@@ -17,6 +17,7 @@ from samestep.recipes.builder import MODELS, find
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.run import evaluate
 from samestep.zoo.models import UNet, unet_resnet34, unet_resnet101, unet_vgg16
+from samestep.zoo.options import call
 from samestep.zoo.segmentation import load_segmentation
 
 SMALL = (
@@ -172,7 +173,8 @@ def test_models_of_the_library_by_name() -> None:
         ("FPN", {"encoder_name": "resnet43"}, "Wrong encoder name"),
     ):
         with pytest.raises(RecipeError) as error:
-            find(f"segmentation_models_pytorch:{name}", MODELS, "model")(num_classes=2, **options)
+            builder = find(f"segmentation_models_pytorch:{name}", MODELS, "model")
+            call(builder, {"num_classes": 2, **options}, where="model.options")
         assert message in str(error.value)
 
 

@@ -31,15 +31,6 @@ def names(files: object) -> set[str]:
 # --- pairs -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 0.99])
-def test_split_is_disjoint_and_complete(cells: Path, fraction: float) -> None:
-    splits = load_segmentation(str(cells), evaluation_fraction=fraction)
-    train, evaluation = names(splits.train), names(splits.evaluation)
-    assert not train & evaluation
-    assert train | evaluation == {f"{number:03}" for number in range(25)}
-    assert min(len(train), len(evaluation)) >= 1
-
-
 def test_files_without_a_partner_are_listed(cells: Path, tmp_path: Path) -> None:
     root = shutil.copytree(cells, tmp_path / "cells")
     (root / "masks" / "003.png").unlink()

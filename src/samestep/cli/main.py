@@ -113,7 +113,7 @@ def build_parser(name: str) -> CommandParser:
 def _print_help(name: str, arguments: Sequence[str]) -> None:
     """Print the help of a command: its usual options, or with `--help-all` all of them.
 
-    After a recipe, its keys and their values follow.
+    After a recipe, the command that prints its settings follows.
     """
     parser = build_parser(name)
     usual = getattr(_options_class(name), "usual", None)
@@ -125,9 +125,7 @@ def _print_help(name: str, arguments: Sequence[str]) -> None:
         epilog.append(f"further options: samestep {name} --help-all")
     recipe = next((text for text in arguments if text in recipe_summaries()), None)
     if recipe is not None:
-        from samestep.recipes.recipe_files import usual_settings  # here: it imports pydantic
-
-        epilog += ["", f"settings of {recipe}:", *(f"  {one}" for one in usual_settings(recipe))]
+        epilog.append(f"settings of {recipe}: samestep train {recipe} --print")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = "\n".join(textwrap.wrap(parser.description or "", 78))
     parser.epilog = "\n".join(epilog)

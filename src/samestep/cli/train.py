@@ -58,13 +58,12 @@ from samestep.microbatches import require_enough_microbatches
 from samestep.recipes.recipe_files import (
     load_recipe,
     recipe_data,
-    recipe_with_origins,
     require_paths,
     require_recipe_of_run,
     write_recipe,
 )
-from samestep.recipes.settings import annotated, recipe_schema
-from samestep.recipes.trust import sign
+from samestep.recipes.settings import recipe_schema
+from samestep.recipes.trust import remember
 from samestep.runs import RunResult, require_run_name
 from samestep.units import plural
 
@@ -309,17 +308,18 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
         "print the JSON schema of recipes, for editors", action=SchemaAction, default=False
     )
     print: bool = option(
-        "print the complete recipe, and where each value comes from; train nothing", default=False
+        "print the complete recipe, with all defaults; train nothing", default=False
     )
 
     def run(self) -> int:
         """Train, or print the recipe."""
         if not self.print:
             return super().run()
+        from samestep.recipes.yaml_text import to_yaml  # a package of the extra `recipes`
+
         overrides = self.batch_overrides(self._settings, self.size)
-        recipe, origins = recipe_with_origins(self.recipe, overrides)
-        data = recipe_data(recipe)
-        self.result({"recipe": data, "origins": origins}, *annotated(data, origins))
+        data = recipe_data(load_recipe(self.recipe, overrides).with_microbatches())
+        self.result({"recipe": data}, to_yaml(data).rstrip())
         return EXIT_DONE
 
     @property
@@ -362,7 +362,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
         folder = self.runs / (self.name or timed_name(self.runs, Path(self.recipe).stem))
         self._new_folder.create(folder)
         write_recipe(recipe, folder / "recipe.yaml")
-        sign(folder, recipe)  # this user wrote the recipe: a resumption needs no --trust
+        remember(folder, recipe)  # this user wrote the recipe: a resumption needs no --trust
         return RunPlan(recipe, folder)
 
     @cached_property

@@ -66,10 +66,10 @@ EXCLUSIONS = (
         _WITHOUT_DECAY,
     ),
     Exclusion(
-        ("optimizer.layer_decay", "blocks"),
-        lambda decay, blocks: decay is not None and not blocks,
-        "optimizer.layer_decay is {}, and the model has no list of similar blocks",
-        "a model of timm, or with a ModuleList or Sequential of modules of one class",
+        ("optimizer.layer_decay", "group_matcher"),
+        lambda decay, matcher: decay is not None and matcher is None,
+        "optimizer.layer_decay is {}, and the model does not number its layers",
+        "a model of timm, or of a class with the same method group_matcher",
         _WITHOUT_DECAY,
     ),
 )

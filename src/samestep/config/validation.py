@@ -1,15 +1,14 @@
-"""Constraints and shell patterns shared by the configuration classes."""
+"""Constraints shared by the configuration classes, and checks of paths and packages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
+from samestep.config.key_suggestions import nearest_path
 from samestep.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -74,6 +73,23 @@ def require(condition: bool, value: str, expected: str, fix: str, *, code: str =
         raise RecipeError(value, expected=expected, fix=fix, code=code)
 
 
+def require_path(
+    path: Path, kind: Literal["file", "folder"], expected: str, fix: str = "correct the path"
+) -> None:
+    """Require that a file or a folder exists; otherwise suggest a similar name, or `fix`.
+
+    Raises:
+        RecipeError: `path` does not exist, or is of the other kind.
+    """
+    if not (path.is_file() if kind == "file" else path.is_dir()):
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        near = nearest_path(path)
+        if near is not None:
+            fix = f"did you mean {near}?"
+        problem = f"there is no {kind} {path}{place}"
+        raise RecipeError(problem, expected=expected, fix=fix, code="E_FILE_MISSING")
+
+
 def require_package(subject: str, package: str, fix: str) -> None:
     """Require an optional package.
 
@@ -82,29 +98,5 @@ def require_package(subject: str, package: str, fix: str) -> None:
     """
     if find_spec(package) is None:
         value = f"{subject} needs {package}"
-        expected = "installed packages of the selected loggers, formats and plots"
+        expected = "installed packages of the selected loggers, formats and models"
         raise RecipeError(value, expected, f"pip install {fix}", code="E_NOT_INSTALLED")
-
-
-def match_patterns(
-    names: Iterable[str], patterns: Sequence[str], *, key: str, kind: str, example: str
-) -> list[str]:
-    """Return the names that match one of the shell patterns, in the order of `names`.
-
-    Errors name the recipe key of the patterns, the kind of the names, such as `parameter`, and a
-    valid pattern.
-
-    Raises:
-        RecipeError: a pattern matches no name.
-    """
-    known = list(names)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            close = get_close_matches(pattern, known, n=2, cutoff=0.3)
-            raise RecipeError(
-                f"{key}: {pattern!r} matches no {kind}",
-                expected=f"shell patterns of {kind} names, such as {example}",
-                fix=f"use names like {', '.join(close or known[:2])}",
-                code="E_PATTERN",
-            )
-    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]

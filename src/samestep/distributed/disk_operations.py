@@ -32,20 +32,13 @@ def regular_file(path: str, flags: int) -> int:
     return descriptor
 
 
-def _pipe(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)  # without a writer it is empty
-    os.set_blocking(descriptor, True)
-    return descriptor
-
-
-def read_small(path: Path, most: int = _SMALL_BYTES, *, is_pipe: bool = False) -> bytes:
-    """Return the contents of a regular file, or of a pipe, of at most `most` bytes.
+def read_small(path: Path, most: int = _SMALL_BYTES) -> bytes:
+    """Return the contents of a regular file of at most `most` bytes.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
     """
-    opener = _pipe if is_pipe else regular_file
-    with open(path, "rb", opener=opener) as file:
+    with open(path, "rb", opener=regular_file) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))

@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from samestep.checkpoint.contents import CompleteModel
 from samestep.config import NamedConfig, Recipe, RunOptions, default_workers
 from samestep.config.key_suggestions import did_you_mean
-from samestep.config.validation import require
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
@@ -48,7 +47,6 @@ from samestep.recipes.optimizers import (
     scale_rates,
     schedule_factor,
 )
-from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed
 from samestep.recipes.training_step import Driver
 from samestep.session import start
@@ -64,7 +62,6 @@ DATA = {
     "image_list": "samestep.zoo.images:load_image_list",
     "language": "samestep.zoo.language:load_language",
     "segmentation": "samestep.zoo.segmentation:load_segmentation",
-    "stream_images": "samestep.zoo.images:load_stream_images",
     "texts": "samestep.zoo.texts:load_texts",
     "tokens": "samestep.zoo.language:load_tokens",
 }
@@ -93,7 +90,6 @@ TASKS: dict[str, str] = {
     "images": "samestep.zoo.images:image_task",
     "image_list": "samestep.zoo.images:image_task",
     "segmentation": "samestep.zoo.segmentation:segmentation_task",
-    "stream_images": "samestep.zoo.images:image_task",
 }
 
 
@@ -143,10 +139,6 @@ def _unknown(problem: str, fix: str, expected: str = "package.module:attribute")
     return RecipeError(problem, expected=expected, fix=fix, code="E_UNKNOWN_NAME")
 
 
-# Names of the scalars of a loss beside `loss`, as far as they are known before the first batch.
-_PARTS = {"dice_plus": ("pixel", "dice")}
-
-
 @dataclass(frozen=True)
 class Built:
     """Objects of a recipe."""
@@ -154,13 +146,9 @@ class Built:
     driver: Driver
     train: WholeBatches  # training data, whose cursor is the position of the run
     evaluation: WholeBatches
-    # Function from the data of a batch to its numbers of tokens, and of tokens and padding.
-    count_tokens: Callable[[Any], tuple[Any, Any]] | None
     metrics: list[CountMetric | LossMetric]
     notes: list[str]  # for the user, such as frozen parameters or a scaled learning rate
-    dataset_info: DatasetInfo  # facts of the data that the model depends on
-    facts: dict[str, str]  # facts of the training data that a resumption compares
-    evaluation_text: Callable[[int], str] | None  # text of a validation sample
+    splits: Splits  # data sets and their facts
     workers: int  # loader processes of a rank
 
 
@@ -188,7 +176,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     recipe = recipe.with_microbatches()
     splits = _splits(recipe.data)
     loss = RecipeLoss(_loss(recipe.loss))
-    _require_best(recipe)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
     model, notes = build_model(recipe, splits.classes, splits.model_options)
     # A file can differ between machines; other initial weights are a function of the seed.
@@ -225,12 +212,9 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         driver=driver,
         train=train,
         evaluation=evaluation,
-        count_tokens=splits.count_tokens,
         metrics=metrics,
         notes=notes,
-        dataset_info=DatasetInfo(splits.classes, splits.model_options),
-        facts=splits.facts,
-        evaluation_text=splits.evaluation_text,
+        splits=splits,
         workers=workers,
     )
 
@@ -249,21 +233,6 @@ def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> tor
         microbatches=recipe.microbatch_count,
         tensor_slices=config.tensor_slices,
         tensor_plan=config.tensor_plan,
-    )
-
-
-def _require_best(recipe: Recipe) -> None:
-    """Require that evaluation computes the value that selects the best checkpoint."""
-    if recipe.loss.name not in LOSSES:
-        return  # the names of its parts are not known before the first batch
-    names = ["loss", *recipe.metrics]
-    names += [f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ())]
-    require(
-        recipe.best_by is None or recipe.best_by in names,
-        f"best_by is {recipe.best_by}, which evaluation does not compute",
-        f"one of {', '.join(names)}",
-        "correct best_by, or leave it out",
-        code="E_METRIC",
     )
 
 

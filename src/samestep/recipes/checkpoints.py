@@ -63,7 +63,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         self.best_epoch = 0
         self._driver = built.driver
         self._batches = built.train
-        self._facts = built.facts
+        self._facts = built.splits.facts
         self._logger = logger
         self._loss_sum = 0.0
         self._loss_count = 0.0
@@ -221,6 +221,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         if values is not None:
             epoch = self._batches.cursor.epoch
             is_best = self.is_best(values)
+            # The mean of the epoch ends here: a checkpoint of the next epoch begins with none.
             self._loss_sum = 0.0
             self._loss_count = 0.0
             self._hits.zero_()

@@ -60,6 +60,7 @@ class StepTimer:
         began = time.perf_counter()
         yield
         self.local_samples += local_samples
+        # With the wait for the batch, as the clock on the wall has it.
         seconds = self.waits.last + time.perf_counter() - began
         self._samples += samples
         self._step_seconds += seconds
@@ -92,10 +93,6 @@ class TrainingEvents:
         has_file = "jsonl" in options.loggers
         self._checksum_every = options.checksum_every * (is_whole and has_file)
         self._skipped: dict[str, list[str]] = {"training": [], "evaluation": []}
-        # Since the last evaluation:
-        self._samples = 0
-        self._tokens = 0
-        self._positions = 0  # of tokens and padding
 
     @property
     def rank_progress(self) -> RankProgress:
@@ -110,13 +107,8 @@ class TrainingEvents:
         self._logger.log_progress("starting", done, len(batches))
 
     def read(self, batch: RecipeBatch) -> None:
-        """Count the tokens of a training batch, and the samples that were left out."""
+        """Note the samples of a training batch that were left out."""
         self._skipped["training"] += batch.skipped
-        if self._built.count_tokens is not None and batch.data is not None:
-            tokens, positions = self._built.count_tokens(batch.data)
-            self._samples += len(batch.samples)
-            self._tokens += int(tokens)
-            self._positions += int(positions)
 
     def log_step(self, result: StepResult, begin: Cursor, batches: WholeBatches) -> None:
         """Log a step whose batch starts at `begin`, and a checksum of the state in some steps."""
@@ -153,19 +145,6 @@ class TrainingEvents:
         self.train_values = {**checkpoints.train_values}
         self._log_skipped("training")
         self._log_skipped("evaluation")
-        if self._samples:
-            tokens = self._tokens
-            self._logger.log_event(
-                "tokens",
-                step=step,
-                samples=self._samples,
-                tokens=tokens,
-                padding=self._positions - tokens,
-                tokens_per_second=round(self.timer.speed * tokens / self._samples, 1),
-            )
-            self._samples = 0
-            self._tokens = 0
-            self._positions = 0
         if (memory := memory_event(self._driver.world)) is not None:
             self._logger.log_event("memory", step=step, **memory)
         self._logger.log_event(

@@ -99,6 +99,7 @@ class RecipeLoss:
         is_counted = targets != self.ignore_index
         if self._class_weights is None:
             return is_counted.sum()
+        # In float64, as the sums of an epoch.
         weights = torch.as_tensor(self._class_weights, dtype=torch.float64, device=targets.device)
         return (weights[targets.where(is_counted, 0)] * is_counted).sum()
 

@@ -5,7 +5,9 @@ A file of weights that is damaged or does not fit the model raises `DataError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils.checkpoint import checkpoint
 
 from samestep.checkpoint.checksum import checksum
 from samestep.config import RecipeStep
-from samestep.config.validation import match_patterns
+from samestep.config.validation import require_path
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
 from samestep.errors import DataError, RecipeError
 from samestep.strategies.divided_parameters import full_state_dict
-from samestep.zoo.options import require_path
 from samestep.zoo.paddle import read_pdparams
 
 # Keys of checkpoints that contain the weights, in order of precedence.
@@ -177,23 +177,10 @@ def _read(file: Path) -> Any:
 
 
 def transform_model(model: nn.Module, config: RecipeStep, device: torch.device) -> None:
-    """Set the options of a model in place; parameter names stay unchanged.
-
-    Raises:
-        InputError: a pattern matches no module.
-    """
+    """Set the options of a model in place; parameter names stay unchanged."""
     set_tf32(device, allowed=config.tf32)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    modules = {name: module for name, module in model.named_modules() if name}
-    names = match_patterns(
-        modules, config.recompute, key="step.recompute", kind="module", example="blocks.*"
-    )
-    for name in names:
-        # The outermost modules only: their children are recomputed with them.
-        if not any(name.startswith(f"{other}.") for other in names):
-            module = modules[name]
-            module.forward = partial(_checkpointed_forward, module.forward)
     if config.compile:
         # Dropout draws the same numbers as without compilation.
         torch._inductor.config.fallback_random = True
@@ -201,20 +188,6 @@ def transform_model(model: nn.Module, config: RecipeStep, device: torch.device) 
         is_of_torch = type(model).__module__.partition(".")[0] == "torch"
         with torch._dynamo.config.patch(wrap_top_frame=is_of_torch):
             model.compile(dynamic=False)
-
-
-def _checkpointed_forward(forward: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*arguments, **named)
-    count = len(arguments)
-    names = tuple(named)
-
-    def compute(*values: Any) -> Any:
-        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-    # By position: torch restores the generators of the devices of these tensors, and has options of
-    # its own by name.
-    return checkpoint(compute, *arguments, *named.values(), use_reentrant=False)
 
 
 def uses_batch_statistics(model: nn.Module) -> bool:
@@ -225,13 +198,36 @@ def uses_batch_statistics(model: nn.Module) -> bool:
     )
 
 
+def match_patterns(
+    names: Iterable[str], patterns: Sequence[str], *, key: str, example: str
+) -> list[str]:
+    """Return the parameter names that match one of the shell patterns, in the order of `names`.
+
+    Errors name the recipe key of the patterns, and a valid pattern.
+
+    Raises:
+        RecipeError: a pattern matches no name.
+    """
+    known = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            close = get_close_matches(pattern, known, n=2, cutoff=0.3)
+            raise RecipeError(
+                f"{key}: {pattern!r} matches no parameter",
+                expected=f"shell patterns of parameter names, such as {example}",
+                fix=f"use names like {', '.join(close or known[:2])}",
+                code="E_PATTERN",
+            )
+    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
 def freeze(model: nn.Module, patterns: Sequence[str], exceptions: Sequence[str] = ()) -> list[str]:
     """Disable gradients of the parameters that match a pattern and no exception.
 
     Without patterns, all parameters but the exceptions are frozen. Return their names.
     """
     parameters = dict(model.named_parameters())
-    match = partial(match_patterns, list(parameters), kind="parameter")
+    match = partial(match_patterns, list(parameters))
     trained = match(exceptions, key="model.freeze_except", example="head.*")
     frozen = match(patterns or ["*"], key="model.freeze", example="layer1.*")
     frozen = [name for name in frozen if name not in trained]

@@ -9,7 +9,7 @@ Decisions: docs/decisions/recipes.md
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from samestep.config import LearningRateConfig, OptimizerConfig, ScheduleConfig
 from samestep.config.exclusions import require_compatible
 from samestep.distributed.devices import is_accelerator
 from samestep.errors import InputError, RecipeError
-from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.options import call, returned
 
 # Short names and import paths.
@@ -37,15 +36,7 @@ def build_optimizer(
     """Return the optimizer of a model; `kind` is the class that the recipe names."""
     groups = parameter_groups(model, config)
     options = default_options(kind, config.options, groups)
-    try:
-        optimizer = call(kind, options, groups, where="optimizer.options")
-    except ValueError as error:
-        raise RecipeError(
-            f"optimizer: {error}",
-            expected=f"options of {config.name}",
-            fix="correct optimizer.options",
-            code="E_VALUE",
-        ) from error
+    optimizer = call(kind, options, groups, where="optimizer.options")
     return returned(optimizer, torch.optim.Optimizer, f"optimizer {config.name!r}")
 
 
@@ -73,47 +64,18 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[Group]:
         if config.layer_decay is not None:
             group["lr_scale"] = config.layer_decay ** (max(layers.values()) - layers[name])
         group["params"].append(parameter)
+    # The rate of the first group is the one that events show.
     return [groups[key] for key in sorted(groups, reverse=True)]
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Return the layer number of each parameter, from 0 at the input.
+    """Return the layer number of each parameter of a model of timm, from 0 at the input."""
+    matcher: Any = getattr(model, "group_matcher", None)
+    require_compatible({"optimizer.layer_decay": "set", "group_matcher": matcher}, RecipeError)
+    from timm.models import group_parameters
 
-    Models of timm define their own numbers. In other models, the members of the outermost lists of
-    modules of one class (`ModuleList` or `Sequential`) are the blocks. Parameters before the first
-    block are layer 0, parameters after the last block are one more layer, and parameters between
-    two blocks belong to the earlier block.
-    """
-    matcher = getattr(model, "group_matcher", None)
-    if callable(matcher):
-        make_torchvision_importable()
-        from timm.models import group_parameters
-
-        numbers: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
-        return numbers
-    blocks = list(_blocks(model, ""))
-    require_compatible({"optimizer.layer_decay": "set", "blocks": blocks}, RecipeError)
-    numbers = {}
-    current = 0
-    for name, _ in model.named_parameters():
-        inside = [number for number, block in enumerate(blocks, 1) if name.startswith(block)]
-        if inside:
-            current = inside[0]
-        is_after = not inside and current == len(blocks)
-        numbers[name] = current + is_after
+    numbers: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
     return numbers
-
-
-def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Yield the name prefixes of the members of the outermost lists of modules of one class."""
-    children = dict(module.named_children())
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    if is_list and len(children) > 1 and len({type(child) for child in children.values()}) == 1:
-        if any(True for _ in module.parameters()):
-            yield from (f"{prefix}{name}." for name in children)
-        return
-    for name, child in children.items():
-        yield from _blocks(child, f"{prefix}{name}.")
 
 
 def scale_rates(
@@ -177,6 +139,7 @@ def schedule_factor(
     "Accurate, large minibatch SGD", 2017).
     """
     warmup = round(schedule.warmup_epochs * steps_per_epoch)
+    # The last step has the final rate, so there is one interval less than steps.
     decay = max(1, steps_per_epoch * epochs - 1 - warmup)
     period = max(1, round(schedule.step_epochs * steps_per_epoch))
 

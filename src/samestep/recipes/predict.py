@@ -176,7 +176,7 @@ def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, A
     Raises:
         InputError: the data has no classes, or too many.
     """
-    classes = list(built.dataset_info.classes)
+    classes = list(built.splits.classes)
     if not 1 <= len(classes) <= MAX_CLASSES:
         raise InputError(
             f"the data of this recipe has {len(classes)} classes",
@@ -207,6 +207,7 @@ def _draw_samples(
             path.unlink()
     samples: list[dict[str, Any]] = []
     names = dict(enumerate(classes))
+    text_of = built.splits.evaluation_text
     with driver.evaluating(), closing(complete_epoch(built.evaluation)) as batches:
         for number, batch in enumerate(batches):
             if number * recipe.batch_size >= _MAX_OVERLAYS:
@@ -218,7 +219,7 @@ def _draw_samples(
             positions = batch.samples.tolist()[: _MAX_OVERLAYS - number * recipe.batch_size]
             is_dense = is_segmentation(inputs, targets, outputs)
             is_picture = is_dense or is_image(inputs, targets, outputs)
-            if not is_picture and built.evaluation_text is None:
+            if not is_picture and text_of is None:
                 continue
             # On all ranks, because it gathers.
             true, scores = (tensor[: len(positions)] for tensor in (targets, outputs))
@@ -235,7 +236,7 @@ def _draw_samples(
             for position, pair in zip(positions, pairs, strict=True):
                 texts = [names.get(number, "none") for number in pair]
                 entry = dict(zip(("class", "prediction"), texts, strict=False))
-                if built.evaluation_text is not None:
-                    entry["text"] = built.evaluation_text(position)[:_MAX_TEXT]
+                if text_of is not None:
+                    entry["text"] = text_of(position)[:_MAX_TEXT]
                 samples.append({"sample": position, **entry})
     return samples

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -96,8 +95,8 @@ def explained(
 
 def _similar_end(key: str, data: Mapping[str, Any]) -> str | None:
     """Return the full key that ends in a name similar to a misspelled short key, or None."""
-    known = (*keys_of(Recipe), *flat(data), *SYNONYMS.values())
-    ends = {name.rpartition(".")[2] for name in known}
+    own = (name for name, _, _ in keys_of(Recipe))
+    ends = {name.rpartition(".")[2] for name in (*own, *flat(data), *SYNONYMS.values())}
     end = suggest(key, ends, least=_LEAST)
     with suppress(RecipeError):  # several keys end in this name
         if end is not None:
@@ -128,20 +127,7 @@ def _valid_value(key: str, error: ErrorDetails, before: Mapping[str, Any]) -> An
     value = value_at(before, key.split("."))
     if value is not None and value != error["input"]:
         return value
-    return _EXAMPLES.get(key, _defaults().get(key, _NONE))
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    """Return the defaults of all keys that have one."""
-    return dict(_defaults_of(Recipe, ""))
-
-
-def _defaults_of(kind: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for entry in fields(kind):
-        key = f"{prefix}{entry.name}"
-        section = section_of(kind, entry.name)
-        if section is not None:
-            yield from _defaults_of(section, f"{key}.")
-        elif entry.default is not MISSING:
-            yield key, entry.default
+    for name, entry, section in keys_of(Recipe):
+        if name == key and section is None and entry.default is not MISSING:
+            return entry.default
+    return _EXAMPLES.get(key, _NONE)

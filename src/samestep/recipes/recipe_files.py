@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -21,26 +21,19 @@ from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.durable_files import write_atomically
 from samestep.config import Recipe
 from samestep.config.key_suggestions import did_you_mean, nearest_path
+from samestep.config.validation import require_path
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import expand_path
 from samestep.errors import CheckpointError, InputError, RecipeError
 from samestep.recipes.recipe_errors import explained
-from samestep.recipes.settings import (
-    apply_setting,
-    expand_paths,
-    flat,
-    full_key,
-    origins_of,
-    short_key,
-    value_text,
-)
+from samestep.recipes.settings import apply_setting, expand_paths
 
 _NOT_SET = object()
 _DATASET_FILE = "data.json"
 # Beginnings of names of models of torchvision, which are not recipes.
 _MODELS = ("resnet", "resnext", "vgg", "convnext", "densenet", "efficientnet", "mobilenet", "swin")
 # Data that need a path: the kind of path, and what is there.
-_PATHS = {
+_PATHS: dict[str, tuple[Literal["file", "folder"], str]] = {
     "images": ("folder", "data.options.path is a folder of class folders"),
     "image_list": ("file", "data.options.path is a table"),
     "segmentation": ("folder", "data.options.path has the folders images and masks"),
@@ -59,28 +52,26 @@ def shipped_recipes() -> dict[str, Path]:
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return a shipped recipe or the recipe of a YAML file, with `key=value` overrides."""
-    path, is_pipe = _recipe_file(name)
-    return make_recipe(read_yaml(path, is_pipe=is_pipe), overrides, origin=name)
+    return make_recipe(read_yaml(_recipe_file(name)), overrides, origin=name)
 
 
-def _recipe_file(name: str) -> tuple[Path, bool]:
-    """Return the file of a shipped recipe or of a path, and whether it is a pipe."""
+def _recipe_file(name: str) -> Path:
+    """Return the file of a shipped recipe or of a path."""
     shipped = shipped_recipes()
     path = shipped.get(name, Path(expand_path(name)))
-    is_pipe = path.is_fifo()  # such as <(jsonnet recipe.jsonnet)
-    if path.suffix not in (".yaml", ".yml") and not is_pipe:
+    if path.suffix not in (".yaml", ".yml"):
         raise RecipeError(
             f"there is no recipe {name!r}",
             expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
             fix=_fix_of_recipe(name, path),
             code="E_UNKNOWN_NAME",
         )
-    if not path.is_file() and not is_pipe:
+    if not path.is_file():
         problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
         near = nearest_path(path)
         fix = "correct the path" if near is None else f"did you mean {near}?"
         raise RecipeError(problem, "a YAML file", fix, code="E_FILE_MISSING")
-    return path, is_pipe
+    return path
 
 
 def _fix_of_recipe(name: str, path: Path) -> str:
@@ -97,28 +88,10 @@ def _fix_of_recipe(name: str, path: Path) -> str:
     return did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}", "samestep train ")
 
 
-def usual_settings(name: str) -> list[str]:
-    """Return the settings of a recipe file, with the shortest keys."""
-    path, _ = _recipe_file(name)
-    raw = read_yaml(path)
-    return [
-        shlex.quote(f"{short_key(raw, key)}={value_text(value)}")
-        for key, value in flat(raw).items()
-    ]
-
-
-def recipe_with_origins(name: str, overrides: Sequence[str]) -> tuple[Recipe, dict[str, str]]:
-    """Return a recipe with settings, and where each of its values comes from by dotted key."""
-    path, is_pipe = _recipe_file(name)
-    raw = read_yaml(path, is_pipe=is_pipe)
-    recipe = make_recipe(raw, overrides, origin=name).with_microbatches()
-    settings = [full_key(raw, setting.partition("=")[0]) for setting in overrides]
-    return recipe, origins_of(recipe_data(recipe), raw, settings, name)
-
-
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
     """Return the validated recipe of plain data with overrides; errors name its `origin`."""
     try:
+        # A copy, which settings change; only values of JSON survive it.
         data = json.loads(json.dumps(raw))
     except (TypeError, ValueError) as error:  # ValueError: a YAML alias that contains itself
         raise RecipeError(
@@ -198,12 +171,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return lines
 
 
-def read_yaml(path: Path, *, is_pipe: bool = False) -> Mapping[str, Any]:
-    """Return the mapping of a YAML file; a pipe is read until its writer closes it."""
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """Return the mapping of a YAML file."""
     from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
 
     try:
-        raw = from_yaml(read_small(path, _RECIPE_BYTES, is_pipe=is_pipe).decode())
+        raw = from_yaml(read_small(path, _RECIPE_BYTES).decode())
     except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise RecipeError(
             f"{path} cannot be read: {error}",
@@ -331,21 +304,9 @@ def require_paths(recipe: Recipe) -> None:
             fix = f"samestep train {name} {kind.upper()}"
             code = "E_MISSING_KEY"
             raise RecipeError("data.options.path is missing", expected, fix, code=code)
-        _require_path(path, kind, expected)
-        _require_path(options.get("evaluation_path"), kind, expected)
-    _require_path(recipe.model.pretrained, "file", "model.pretrained is a file of weights")
-
-
-def _require_path(value: object, kind: str, expected: str) -> None:
-    if not isinstance(value, str):
-        return
-    path = Path(value)
-    exists = path.is_file() if kind == "file" else path.is_dir()
-    if not exists:
-        place = "" if path.is_absolute() else f" in {Path.cwd()}"
-        near = nearest_path(path)
-        fix = "correct the path"
-        if near is not None:
-            fix = f"did you mean {near}?"
-        problem = f"there is no {kind} {path}{place}"
-        raise RecipeError(problem, expected, fix, code="E_FILE_MISSING")
+        for one in (path, options.get("evaluation_path")):
+            if isinstance(one, str):
+                require_path(Path(one), kind, expected)
+    if recipe.model.pretrained is not None:
+        path = Path(recipe.model.pretrained)
+        require_path(path, "file", "model.pretrained is a file of weights")

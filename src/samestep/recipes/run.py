@@ -13,15 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from samestep.checkpoint.durable_files import unsupported_features
 from samestep.checkpoint.folder_lock import FolderLock
 from samestep.checkpoint.state import load_model
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RecipeStep, RunOptions
+from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RunOptions
 from samestep.cursor import Cursor
-from samestep.distributed.devices import is_accelerator
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.world import World
 from samestep.errors import DataError
@@ -35,7 +32,7 @@ from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.events import TrainingEvents
 from samestep.recipes.models import load_all
 from samestep.recipes.predict import evaluate_by_class, evaluated
-from samestep.recipes.recipe_files import update_recipe, write_dataset_info
+from samestep.recipes.recipe_files import DatasetInfo, update_recipe, write_dataset_info
 from samestep.recipes.samples import RecipeBatch, complete_epoch
 from samestep.runs.folder import append_start, environment, recorded_keep, require_same_code
 
@@ -64,6 +61,7 @@ def train(
     """
     with (
         start_world(recipe, options) as world,
+        # Rank 0 alone writes to the folder; other ranks would find the lock taken.
         FolderLock(run) if world.is_main else nullcontext(),
         RankMonitor(run, world, first_step) as monitor,
     ):
@@ -118,9 +116,8 @@ def fit(
     stopped = False
     with checkpoints:  # waits for the last one before the result reports success
         checkpoints.begin()
-        if not driver.steps:  # an evaluation that cannot be computed must not cost an epoch
-            first = islice(complete_epoch(built.evaluation), 1)
-            driver.evaluate(first, built.metrics, is_trial=True)
+        if not driver.steps:
+            _try_evaluation(built, checkpoints)
         is_complete = batches.cursor.epoch >= epochs or checkpoints.patience_is_over
         if is_complete and not checkpoints.awaits_evaluation:
             # Nothing remains of a complete run, but its summary has the values of an evaluation.
@@ -138,6 +135,7 @@ def fit(
                     events.timer.step(samples, samples // world.size),
                 ):
                     result = driver.step(batch)
+                    # All ranks end after the same step, so that none waits for another.
                     stopped = any(any_rank(world, world.stop_requested))
                 events.log_step(result, begin, batches)
                 checkpoints.add(result)  # before a save, which contains the mean of the epoch
@@ -157,6 +155,14 @@ def fit(
         if stopped:
             checkpoints.save()
     return values, stopped
+
+
+def _try_evaluation(built: Built, checkpoints: RecipeCheckpoints) -> None:
+    """Evaluate one batch: an evaluation that cannot be computed must not cost an epoch."""
+    first = islice(complete_epoch(built.evaluation), 1)
+    names = built.driver.evaluate(first, built.metrics, is_trial=True)
+    if names and "loss" in names:  # otherwise no sample of the batch can be used
+        checkpoints.is_best(names)  # raises an error if there is no value `best_by`
 
 
 def _rest_of_epoch(
@@ -241,7 +247,8 @@ def _record_start(
         keep=keep,
     )
     append_start(run, start)
-    write_dataset_info(built.dataset_info, run)
+    info = DatasetInfo(built.splits.classes, built.splits.model_options)
+    write_dataset_info(info, run)
     if first_step:
         update_recipe(run / "recipe.yaml", recipe)
 
@@ -258,7 +265,7 @@ def _notes(
     """Return notes on code, file system, weights, layout and learning rate for the log."""
     notes = [*(f"continuing with changed code: {change}" for change in changes), *missing]
     if is_new:
-        notes += [*built.notes, *gpu_hints(built.driver.model, recipe.step, world.device)]
+        notes += built.notes
     warmup = recipe.schedule.warmup_epochs
     if is_new and warmup > recipe.epochs:
         notes.append(
@@ -271,21 +278,6 @@ def _notes(
     if shape.replicate > 1 and recipe.strategy.gradient_note is not None:
         notes.append(recipe.strategy.gradient_note)
     return notes
-
-
-def gpu_hints(model: torch.nn.Module, step: RecipeStep, device: torch.device) -> list[str]:
-    """Return hints at options with which most models are faster on a GPU; none elsewhere."""
-    hints: list[str] = []
-    if not is_accelerator(device):
-        return hints
-    if step.precision == "fp32":
-        hints.append(
-            "hint: most models are faster on a GPU with step.precision: bf16, and need less memory"
-        )
-    has_convolutions = any(isinstance(module, torch.nn.Conv2d) for module in model.modules())
-    if has_convolutions and not step.channels_last:
-        hints.append("hint: most convolutions are faster on a GPU with step.channels_last: true")
-    return hints
 
 
 def evaluate(
@@ -310,7 +302,7 @@ def evaluate(
     """
     with start_world(recipe, options) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
-        own = built.dataset_info.classes
+        own = built.splits.classes
         if classes is not None and list(own) != list(classes):
             raise DataError(
                 f"the data have the classes {', '.join(own)}, the run has {', '.join(classes)}",

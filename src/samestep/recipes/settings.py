@@ -1,4 +1,4 @@
-"""Settings `key=value` of a recipe: short keys, paths, origins; the JSON schema."""
+"""Settings `key=value` of a recipe: short keys and paths; the JSON schema."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from samestep.config import Recipe
@@ -20,7 +19,6 @@ _PATHS = (
     *("data.options.path", "data.options.evaluation_path", "data.options.image_root"),
     *("data.options.tokenizer", "model.pretrained"),
 )
-_DEFAULT = "default"
 _WORD = re.compile(r"[A-Za-z_][\w./-]*(:[\w./-]+)*")
 _CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _ATTRIBUTE = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)  # of a docstring
@@ -71,7 +69,8 @@ def full_key(data: Mapping[str, Any], key: str, text: str = "VALUE") -> str:
     """
     if key.partition(".")[0] in names_of(Recipe):
         return key
-    known = {*keys_of(Recipe), *flat(data), *SYNONYMS.values()}
+    own = (name for name, _, _ in keys_of(Recipe))
+    known = {*own, *flat(data), *SYNONYMS.values()}
     full = sorted(name for name in known if name.endswith(f".{key}"))
     if len(full) > 1:
         raise RecipeError(
@@ -81,17 +80,6 @@ def full_key(data: Mapping[str, Any], key: str, text: str = "VALUE") -> str:
             code="E_UNKNOWN_KEY",
         )
     return next(iter(full), key)
-
-
-def short_key(data: Mapping[str, Any], key: str) -> str:
-    """Return the shortest end of a key that `full_key` completes."""
-    parts = key.split(".")
-    for count in range(1, len(parts)):
-        short = ".".join(parts[-count:])
-        with suppress(RecipeError):
-            if full_key(data, short) == key:
-                return short
-    return key
 
 
 def value_text(value: Any) -> str:
@@ -132,40 +120,6 @@ def value_at(data: Mapping[str, Any], path: Iterable[str]) -> Any:
     return value
 
 
-def origins_of(
-    resolved: Mapping[str, Any], file: Mapping[str, Any], settings: Iterable[str], name: str
-) -> dict[str, str]:
-    """Return where each value of a resolved recipe comes from, by dotted keys.
-
-    Args:
-        resolved: the recipe in plain data, with all defaults.
-        file: the recipe file in plain data.
-        settings: full keys of the settings.
-        name: name of the recipe file.
-    """
-    origins = dict.fromkeys(flat(resolved), _DEFAULT)
-    for key in origins:
-        if key in flat(file):
-            origins[key] = name
-        if any(f"{key}.".startswith(f"{one}.") for one in settings):
-            origins[key] = "command line"
-    return origins
-
-
-def annotated(data: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> list[str]:
-    """Return the lines of a recipe as YAML, with the origin of each value as a comment."""
-    indent = "  " * prefix.count(".")
-    lines = []
-    for name, value in data.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            lines += [f"{indent}{name}:", *annotated(value, origins, f"{key}.")]
-        else:
-            text = f"{indent}{name}: {value_text(value)}"
-            lines.append(f"{text:<60}  # {origins[key]}")
-    return lines
-
-
 # --- keys ---
 
 
@@ -176,17 +130,18 @@ def names_of(kind: Any) -> list[str]:
 
 def section_of(kind: Any, name: str) -> Any:
     """Return the class of a section of a configuration class, or None for a value."""
+    # The type of an optional section is `Section | None`.
     hint = get_type_hints(kind)[name]
     return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 
 
-def keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a configuration class and its sections."""
-    for name in names_of(kind):
-        yield f"{prefix}{name}"
-        section = section_of(kind, name)
+def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yield dotted key, field and section class (None for a value) of a class and its sections."""
+    for entry in fields(kind):
+        section = section_of(kind, entry.name)
+        yield f"{prefix}{entry.name}", entry, section
         if section is not None:
-            yield from keys_of(section, f"{prefix}{name}.")
+            yield from keys_of(section, f"{prefix}{entry.name}.")
 
 
 # --- schema -------------------------------------------------------------------------------------
@@ -204,7 +159,8 @@ def recipe_schema() -> str:
     from pydantic import TypeAdapter  # slow, and commands mostly print no schema
 
     schema = TypeAdapter(Recipe).json_schema()
-    kinds = {kind.__name__: kind for kind in _classes(Recipe)}
+    sections = [section for _, _, section in keys_of(Recipe) if section is not None]
+    kinds = {kind.__name__: kind for kind in (Recipe, *sections)}
     for name, section in [("Recipe", schema), *schema["$defs"].items()]:
         texts = descriptions(kinds[name])
         section["description"] = (kinds[name].__doc__ or "").partition("\n")[0]
@@ -216,13 +172,3 @@ def recipe_schema() -> str:
         {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1
     )
     return f"{text}\n"
-
-
-def _classes(kind: Any) -> list[Any]:
-    """Return a configuration class and those of its sections."""
-    classes = [kind]
-    for name in kind.__dataclass_fields__:
-        section = section_of(kind, name)
-        if section is not None:
-            classes += _classes(section)
-    return classes

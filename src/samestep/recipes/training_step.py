@@ -153,6 +153,7 @@ class Driver:
             self._require_skip(data, batch.samples, is_loss_finite=math.isfinite(values[0]))
         elif self._average is not None:
             self._average.update(self.steps + 1)
+        # After a skipped step too: the scale becomes smaller.
         self.scaler.update()
         with warnings.catch_warnings():
             # Raised if the first update was skipped; the schedule counts skipped steps on purpose.
@@ -288,8 +289,8 @@ class Driver:
     ) -> dict[str, float] | None:
         """Return `loss`, other means of the loss function, `samples` and every metric.
 
-        With `until_stop`, return None on every rank if a rank receives a stop request; with
-        `is_trial`, after some batches that need not have values.
+        With `until_stop`, return None on every rank if a rank receives a stop request. With
+        `is_trial`, the batches need not have values, and the result has the names alone.
 
         Raises:
             RunError: the loss counts nothing.
@@ -325,7 +326,7 @@ class Driver:
             self._has_computed = False  # the first step also checks gradients
             for metric in counting:
                 metric.reset()
-            return None
+            return dict.fromkeys([*sums, *(metric.name for metric in metrics)], math.nan)
         values: dict[str, float] = {**_means(sums, weights), "samples": samples}
         for one in metrics:
             if isinstance(one, LossMetric):
@@ -380,10 +381,6 @@ class AveragedWeights:
     """
 
     def __init__(self, trained: Mapping[str, torch.nn.Parameter], decay: float) -> None:
-        if not 0 < decay < 1:
-            raise InputError(
-                f"ema is {decay}", expected="a decay between 0 and 1, or None", fix="ema=0.9999"
-            )
         self._trained = list(trained.values())
         self.tensors = {name: parameter.detach().clone() for name, parameter in trained.items()}
         self._decay = decay

@@ -1,15 +1,13 @@
 """Trust in the code that a run directory names.
 
-Components of Samestep and of well-known libraries are imported from any run. Other import paths are
-code of the author of the run: they need `--trust`, or a signature of this account, whose key is
-outside of the run directory.
+Components of Samestep, torch and libraries of models are imported from any run. Other import paths
+are code of the author of the run: they need `--trust`, once for an account.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import hmac
 import json
 import os
 import re
@@ -29,45 +27,30 @@ from samestep.distributed.logging import logger
 from samestep.errors import InputError
 from samestep.recipes.recipe_files import recipe_data
 
+_TOKEN_FILE = "trust"
 _SECTIONS = ("data", "model", "loss", "optimizer")
-_SIGNATURE_FILE = "signature"
-_KEY_FILE = "signature-key"
-_KEY_BYTES = 32
-# Libraries of models by name (`timm:vit_base_patch16_224`), which never load code or weights from
-# the network.
-_MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
-# Modules of which classes, and modules of which functions, can be components of any recipe. None of
-# them runs code that its options name, as `torch:load` and `torch.hub:load` do.
-_CLASSES = {
-    "model": ("monai.networks.nets", "segmentation_models_pytorch", "torch.nn"),
-    "loss": ("monai.losses", "segmentation_models_pytorch.losses", "timm.loss", "torch.nn"),
-    "optimizer": ("timm.optim", "torch.optim"),
+# Import paths that can be in any recipe, beside short names. None of them runs code that its
+# options name, as `torch:load` and `torch.hub:load` do.
+_WELL_KNOWN = {
+    "model": re.compile(r"(torch\.nn|transformers):[A-Z]\w*|(timm|torchvision):\w+(\.\w+)?"),
+    "loss": re.compile(r"torch\.nn:[A-Z]\w*|torch\.nn\.functional:[a-z]\w*"),
+    "optimizer": re.compile(r"torch\.optim:[A-Z]\w*"),
 }
-_FUNCTIONS = {"loss": ("torch.nn.functional", "torchvision.ops")}
-# Classes that load weights of the network by default.
-_DOWNLOADING = ("EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "Transchex")
-# Options of models and their configurations by which libraries open files or addresses, or load
-# other models. Text with a separator of paths, addresses or import paths is such a value anywhere:
-# the attention of transformers can be a repository of code, an encoder `tu-hf-hub:OWNER/NAME`.
-_OPENING = re.compile("(?i)cache|checkpoint|dir|file|hub|path|pretrained|remote|url|weights")
-_SWITCH = re.compile("(?i)download|pretrained|remote")
-_PLAIN = re.compile(r"[\w+-]*")
-_ZOO = re.compile(r"samestep\.zoo((\.[a-z]\w*)+:(load_\w+|[A-Z]\w*)|\.losses:cross_entropy)")
-_CLASS = re.compile(r"[A-Z]\w*")
-_FUNCTION = re.compile(r"[a-z]\w*")
 
 
 def foreign_paths(recipe: Recipe) -> dict[str, str]:
     """Return the names in a recipe that may be code of its author, by section.
 
-    A well-known component is named with its first option that opens files or addresses, or loads
-    code. Options of data name their files, which run no code.
+    A well-known model is named with its first option that can open a file or an address. Options of
+    data name their files, which run no code.
     """
     components = {}
     for section in _SECTIONS:
         component = getattr(recipe, section)
         name = str(component.name)
-        opening = "" if section == "data" else _opening_option(component.options)
+        opening = ""
+        if section == "model":
+            opening = _opening_option(component.options)
         if not _is_well_known(section, name):
             components[section] = name
         elif opening:
@@ -75,51 +58,55 @@ def foreign_paths(recipe: Recipe) -> dict[str, str]:
     return components
 
 
+def _is_well_known(section: str, name: str) -> bool:
+    if ":" not in name:
+        return True  # a short name can only be one of Samestep's
+    if section not in _WELL_KNOWN or not _WELL_KNOWN[section].fullmatch(name):
+        return False
+    # A folder of this name in the current folder is not the package.
+    folders = [path for path in sys.path if path and Path(path) != Path.cwd()]
+    package = re.split(r"\W", name)[0]
+    return PathFinder.find_spec(package, folders) is not None
+
+
 def _opening_option(options: Mapping[str, Any]) -> str:
-    """Return the first of nested options that opens something, with its value; empty for none."""
+    """Return the first of nested options that is text or true, with its value; empty for none.
+
+    Text can be a path, an address or the name of an encoder on the Hugging Face Hub; `true` can
+    select pretrained weights.
+    """
     for key, value in options.items():
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, str) and one and (_OPENING.search(key) or not _PLAIN.fullmatch(one)):
-                return f"{key}={one!r}"
-            if one is True and _SWITCH.search(key):
-                return f"{key}=true"
+            if one is True or (isinstance(one, str) and one):
+                return f"{key}={json.dumps(one)}"
             if isinstance(one, Mapping) and (inner := _opening_option(one)):
                 return f"{key}.{inner}"
     return ""
 
 
-def _is_well_known(section: str, name: str) -> bool:
-    module, colon, attribute = name.partition(":")
-    if not colon or _ZOO.fullmatch(name):
-        return True  # a short name can only be one of Samestep's
-    package = module.partition(".")[0]
-    is_class = module in _CLASSES.get(section, ()) and _CLASS.fullmatch(attribute)
-    if attribute in _DOWNLOADING:
-        return False
-    is_function = module in _FUNCTIONS.get(section, ()) and _FUNCTION.fullmatch(attribute)
-    is_model = section == "model" and module in _MODEL_LIBRARIES and ":" not in attribute
-    if not (is_class or is_function or is_model):
-        return False
-    # A folder of this name in the current folder is not the package.
-    folders = [path for path in sys.path if path and Path(path) != Path.cwd()]
-    return PathFinder.find_spec(package, folders) is not None
-
-
-def sign(folder: Path, recipe: Recipe) -> None:
-    """Sign a run with a trusted recipe; without a key of this account, it needs `--trust` later."""
+def remember(folder: Path, recipe: Recipe) -> None:
+    """Record that this account trusts the code of a run; if this fails, it needs `--trust`."""
     if not foreign_paths(recipe):
         return
     try:
-        signature = _signature(recipe, _key(create=True))
-        with replacing(folder / _SIGNATURE_FILE) as temporary:
-            temporary.write_text(signature + "\n", encoding="ascii")
+        token = secrets.token_hex()
+        mark = _mark(token, recipe)
+        state = mark.parent
+        state.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            state.mkdir()
+            state.chmod(0o700)  # whatever the umask
+        _require_private(state)
+        mark.touch()
+        with replacing(folder / _TOKEN_FILE) as temporary:
+            temporary.write_text(token, encoding="ascii")
     except (OSError, InputError) as error:
         reason = getattr(error, "value", error)
         logger.warning("resume, eval, predict and export of %s need --trust: %s", folder, reason)
 
 
 def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> None:
-    """Require trust in the code that a run directory names, and sign a run with `trust`.
+    """Require trust in the code that a run directory names, and remember it with `trust`.
 
     Args:
         folder: directory of the run.
@@ -127,84 +114,58 @@ def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> No
         trust: trust the code; a recipe of the command line trusts its code too.
 
     Raises:
-        InputError: the recipe names other code, and this account has not signed the run.
+        InputError: the recipe names other code, and this account has not trusted the run before.
     """
     paths = foreign_paths(recipe)
     if isinstance(trust, Recipe):
         trust = paths.items() <= foreign_paths(trust).items()
+    if not paths or _is_remembered(folder, recipe):
+        return
     if trust:
-        sign(folder, recipe)
-    elif paths and (reason := _unsigned(folder, recipe)):
+        remember(folder, recipe)
+    else:
         names = ", ".join(f"{section} {name}" for section, name in paths.items())
-        error = InputError(
+        raise InputError(
             f"{folder} names code outside of Samestep: {names}",
             expected="a run that this account has trained on this machine, or components of "
-            "Samestep, torch, torchvision, timm, transformers, monai and "
-            "segmentation_models_pytorch (docs/security.md)",
+            "Samestep, torch, torchvision, timm and transformers (docs/security.md)",
             fix="--trust, if you trust the author of the run and these modules: their code runs "
             "with your permissions",
             code="E_UNTRUSTED",
         )
-        error.add_note(f"there is no signature: {reason}")
-        raise error
 
 
-def _unsigned(folder: Path, recipe: Recipe) -> str:
-    """Return why a run has no signature of this account; empty if it has one."""
+def _is_remembered(folder: Path, recipe: Recipe) -> bool:
     try:
-        content = read_small(folder / _SIGNATURE_FILE, 100)
-        own = _signature(recipe, _key(create=False)).encode()
-    except (OSError, InputError) as error:
-        return str(getattr(error, "value", error))
-    if hmac.compare_digest(content.strip(), own):
-        return ""
-    return "it is that of another account, or of other components"
+        token = read_small(folder / _TOKEN_FILE, 100).decode(errors="replace")
+        mark = _mark(token, recipe)
+        _require_private(mark.parent)
+    except (OSError, InputError):
+        return False
+    return mark.exists()
 
 
-def _signature(recipe: Recipe, key: bytes) -> str:
-    """Return the HMAC-SHA256 of the names and options of the foreign components."""
+def _mark(token: str, recipe: Recipe) -> Path:
+    """Return the file that exists if this account trusts the foreign components of a run.
+
+    Not a file in the run directory, which is that of its author. The author of another run cannot
+    know the token of this one, and so cannot claim its trust for modules of the same names.
+
+    Raises:
+        InputError: the account has no home folder.
+    """
     data: dict[str, Any] = recipe_data(recipe)
-    content = {
+    components = {
         section: [data[section]["name"], data[section]["options"]]
         for section in foreign_paths(recipe)
     }
-    return hmac.new(key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()
-
-
-def _key(*, create: bool) -> bytes:
-    """Return the secret key of this account.
-
-    Raises:
-        OSError: there is none, or others can read or replace it.
-        InputError: the account has no home folder.
-    """
-    path = state_folder() / _KEY_FILE
-    if create and not path.exists():
-        path.parent.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            path.parent.mkdir()
-            path.parent.chmod(0o700)  # whatever the umask
-        _require_private(path.parent)
-        temporary = path.with_name(f"{_KEY_FILE}-{secrets.token_hex(8)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                os.fchmod(descriptor, 0o600)
-                file.write(secrets.token_bytes(_KEY_BYTES))
-            with suppress(FileExistsError):  # another process has created the key
-                os.link(temporary, path)
-        finally:
-            temporary.unlink()
-    _require_private(path.parent)
-    _require_private(path)
-    key = read_small(path, _KEY_BYTES)
-    if len(key) != _KEY_BYTES:
-        raise OSError(f"{path} is damaged")
-    return key
+    content = [token, components]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return state_folder() / f"trusted-{digest}"
 
 
 def _require_private(path: Path) -> None:
-    """Require that no other account can use or replace a file or a folder."""
+    """Require that no other account can write to a folder, or has put one there."""
     status = path.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OSError(errno.EPERM, "others can use it, or it belongs to others", str(path))

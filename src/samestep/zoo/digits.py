@@ -67,6 +67,7 @@ def digits_task(classes: Sequence[str]) -> Task:
     def read(path: Path) -> torch.Tensor:
         with file_errors(path, "an image"), open_image(path) as image:
             pixels = torch.from_numpy(
+                # Like the data set, whose values are counts of pixels in blocks.
                 numpy.array(image.convert("L").resize((8, 8), Image.Resampling.BOX))
             )
         return pixels[None].float() / 255

@@ -1,29 +1,22 @@
-"""Images for classification: class folders, lists, and streams."""
+"""Images for classification: class folders and lists."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from samestep.data.parquet_files import ParquetFiles
+from samestep.config.validation import require_path
 from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
-from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
-from samestep.zoo.image_transforms import ImageTransforms, Transform, image_transforms
+from samestep.zoo.image_transforms import ImageTransforms, Transform
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
-from samestep.zoo.options import (
-    require_count,
-    require_path,
-    unusable,
-)
+from samestep.zoo.options import unusable, validated
 from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -70,7 +63,7 @@ def load_images(
     Raises:
         InputError: a folder, its classes or their images are missing, or an option is invalid.
     """
-    transforms = image_transforms(options, load_images)
+    transforms = validated(ImageTransforms, options, loader=load_images)
     classes, train = _scan(Path(path))
     if evaluation_path is None:
         names = [Path(str(sample.source)).relative_to(path).as_posix() for sample in train]
@@ -88,10 +81,10 @@ def load_images(
 
 def image_task(classes: Sequence[str], **options: Any) -> Task:
     """Return the task that classifies an image file; `options` are those of the data."""
+    # Other options name files, which predictions do not need.
     names = {field.name for field in fields(ImageTransforms)} - {"augment"}
     known = {name: options[name] for name in names & options.keys()}
-    transforms = image_transforms(known, image_task)
-    transform = transforms.validation()
+    transform = validated(ImageTransforms, known).validation()
     return Task(
         reads="an image file",
         read=lambda path: transform(read_image(path)),
@@ -120,7 +113,7 @@ def load_image_list(
     Raises:
         InputError: a table is missing or damaged, or an option is invalid.
     """
-    transforms = image_transforms(options, load_image_list)
+    transforms = validated(ImageTransforms, options, loader=load_image_list)
     read = partial(
         read_table, text_column=path_column, label_column=label_column, option="path_column"
     )
@@ -148,18 +141,9 @@ def load_image_list(
     if evaluation_path is not None:
         validation = [sample(row, evaluation_path) for row in read(evaluation_path)]
     else:
-        train, validation = _split(train, _keys(train, rows), evaluation_fraction, names)
+        keys = [row.text for row in rows]
+        train, validation = _split(train, keys, evaluation_fraction, names)
     return _splits(train, validation, names, transforms)
-
-
-def _keys(samples: list[Sample], rows: list[Row]) -> list[str]:
-    """Return the path of each row as in the list; rows of one image have the first of its paths."""
-    paths = [os.path.abspath(str(sample.source)) for sample in samples]
-    first: dict[str, str] = {}
-    for path, row in zip(paths, rows, strict=True):
-        if row.text:
-            first.setdefault(path, row.text)
-    return [first.get(path, row.text) for path, row in zip(paths, rows, strict=True)]
 
 
 def _split(
@@ -177,10 +161,12 @@ def _splits(
     classes: Sequence[str],
     transforms: ImageTransforms,
 ) -> Splits:
-    return transforms.splits(
-        LabeledImages(train, transforms.train()),
-        LabeledImages(validation, transforms.validation()),
-        classes,
+    return Splits(
+        train=LabeledImages(train, transforms.train()),
+        evaluation=LabeledImages(validation, transforms.validation()),
+        classes=tuple(classes),
+        reads_files=True,
+        train_collate=transforms.augmentation.collate(len(classes)),
         fingerprint=fingerprint_of([str(sample.source) for sample in train]),
     )
 
@@ -194,6 +180,7 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
         raise _invalid_classes(
             f"{root} has {len(classes)} class folders", f"move images to {root}/CLASS/IMAGE.jpg"
         )
+    # Otherwise the model would learn to tell training images from validation images.
     if set(classes) <= _SPLIT_NAMES:
         first, *others = sorted(classes, key=lambda name: name != "train")
         raise _invalid_classes(
@@ -217,81 +204,3 @@ def _invalid_classes(problem: str, fix: str) -> DataError:
 def _unusable(problem: str) -> DataError:
     expected = "an image and a label that is one of the classes"
     return unusable(problem, expected, "correct the row", "E_CLASSES")
-
-
-def load_stream_images(
-    path: str,
-    *,
-    evaluation_path: str,
-    classes: int | Sequence[str],
-    image_column: str = "image",
-    label_column: str = "label",
-    window: int = DEFAULT_WINDOW,
-    **options: Any,
-) -> Splits:
-    """Return the images of Parquet files, with the options of `docs/guides/streams.md`.
-
-    The column of images has encoded images as bytes, or mappings with the key `bytes`; that of
-    labels has class numbers or names, also as bytes. The other options are fields of
-    `ImageTransforms`.
-
-    Raises:
-        InputError: the files cannot be read, or an option is invalid.
-    """
-    transforms = image_transforms(options, load_stream_images)
-    require_count("window", window, 1, DEFAULT_WINDOW)
-    columns = (image_column, label_column)
-    if isinstance(classes, int):
-        classes = [str(number) for number in range(classes)]
-    names = class_names(classes)
-
-    labels = ClassLabels(names)
-
-    def source(address: str, transform: Transform) -> _StreamImages:
-        return _StreamImages(ParquetFiles(address, columns), columns, labels, transform)
-
-    return transforms.splits(
-        StreamDataset(source(path, transforms.train()), window=window),
-        StreamDataset(source(evaluation_path, transforms.validation())),
-        names,
-    )
-
-
-class _StreamImages:
-    """Source of a stream: images and class numbers of rows, with errors that name the row."""
-
-    def __init__(
-        self,
-        files: ParquetFiles,
-        columns: tuple[str, str],
-        labels: ClassLabels,
-        transform: Transform,
-    ) -> None:
-        self.names = files.names
-        self.sizes = files.sizes
-        self.fingerprint = files.fingerprint
-        self._files = files
-        self._columns = columns
-        self._labels = labels
-        self._transform = transform
-
-    def read(self, file: int, index: int) -> tuple[torch.Tensor, int]:
-        """Return one sample; see `FileSource.read`."""
-        row = self._files.read(file, index)
-        place = f"{self._files.place_of(self.names[file])}, sample {index}"
-        image, label = (row.get(name) for name in self._columns)
-        data = image.get("bytes") if isinstance(image, Mapping) else image
-        if not isinstance(data, bytes) or label is None:
-            raise DataError(
-                f"{place} has no encoded image in {self._columns[0]!r} or no label in "
-                f"{self._columns[1]!r}",
-                expected="the bytes of an image file, and a label, in its columns: "
-                f"{', '.join(row)}",
-                fix="set data.options.image_column and data.options.label_column, or write the "
-                "files again",
-                code="E_UNKNOWN_NAME",
-            )
-        if isinstance(label, bytes):
-            label = label.decode(errors="replace")
-        number = self._labels.number(label, place)
-        return self._transform(read_image(BytesIO(data), place)), number

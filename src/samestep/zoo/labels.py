@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.config.validation import require_path
 from samestep.errors import DataError
-from samestep.zoo.options import import_optional, require_path, unusable
+from samestep.zoo.options import import_optional, unusable
 
 _MAX_LISTED = 20  # labels in an error
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
-_MAX_DIGITS = 9  # of a class number
+# Of a class number: Python refuses to read thousands of digits.
+_MAX_DIGITS = 9
 # The csv module refuses cells above 128 KiB by default.
 _MAX_CELL = 2**31 - 1
 
@@ -51,9 +53,9 @@ def class_names(classes: object) -> tuple[str, ...]:
 
 
 class ClassLabels:
-    """Class numbers of labels: integers are class numbers, texts are class names.
+    """Class numbers of labels, which are class names.
 
-    A text can also be a class number, unless some names are other numbers: with names 1 to 3, a
+    A label can also be a class number, unless some names are other numbers: with names 1 to 3, a
     label 2 is ambiguous.
     """
 
@@ -64,20 +66,17 @@ class ClassLabels:
             _NUMBER.fullmatch(name) for name in self._numbers
         )
 
-    def number(self, label: str | int, place: str) -> int:
+    def number(self, label: str, place: str) -> int:
         """Return the class number of a label at `place`.
 
         Raises:
             DataError: the label is not a class.
         """
-        number = label
-        if isinstance(label, str):
-            name = label.strip()
-            number = self._numbers.get(name, -1)
-            is_number = self._reads_numbers and name.isdecimal() and len(name) <= _MAX_DIGITS
-            if name not in self._numbers and is_number:
-                number = int(name)
-        if not isinstance(number, int) or not 0 <= number < len(self._numbers):
+        number = self._numbers.get(label, -1)
+        is_number = self._reads_numbers and label.isdecimal() and len(label) <= _MAX_DIGITS
+        if label not in self._numbers and is_number:
+            number = int(label)
+        if not 0 <= number < len(self._numbers):
             listed = ", ".join(list(self._numbers)[:_MAX_LISTED])
             expected = f"a class, such as {listed}, or its number from 0"
             fix = "correct the label or data.options.classes"
@@ -87,6 +86,7 @@ class ClassLabels:
         return number
 
 
+# With slots: a table can have millions of rows.
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a table. A row that cannot be used has an empty text or label, and a problem."""

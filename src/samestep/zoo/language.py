@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.checkpoint.durable_files import replacing
+from samestep.config.validation import require_path
 from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.losses import IGNORED
-from samestep.zoo.options import is_count, require_count, require_option, require_path
+from samestep.zoo.options import is_count, require_count, require_option
 from samestep.zoo.splits import (
     Answer,
     Splits,
@@ -128,7 +129,6 @@ def load_language(
         evaluation=Blocks(validation, block_size),
         classes=tuple(encoder.name(token) for token in range(encoder.size)),
         collate=collate_padded,
-        count_tokens=count_tokens,
         fingerprint=fingerprint_of(
             [file.name for file in documents], checksums=[file.digest for file in documents]
         ),
@@ -150,12 +150,6 @@ def language_task(
         describe=partial(next_tokens, encoder),
         complete=partial(complete, tokenizer=encoder, block_size=block_size),
     )
-
-
-def count_tokens(microbatch: Sample) -> tuple[int, int]:
-    """Return the number of targets without and with padding."""
-    targets = microbatch[1]
-    return int((targets != IGNORED).sum()), targets.numel()
 
 
 def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
@@ -233,6 +227,7 @@ def generate(
     while len(result) < count:
         window = [*tokens, *result][-block_size:]
         logits = model(torch.tensor([window], device=device))[0, :, -1].double().cpu()
+        # Stable: equal logits have the order of their tokens on every device.
         values, order = logits.sort(descending=True, stable=True)
         probabilities = (values[:_TOP_K] / _TEMPERATURE).softmax(dim=0)
         token = int(order[torch.multinomial(probabilities, 1, generator=generator)])

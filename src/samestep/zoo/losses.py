@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,19 +34,12 @@ def cross_entropy(
     Raises:
         InputError: the shapes do not match, a target is not the number of an output, or an option
             is invalid.
+        RuntimeError: probabilities have another shape, or there is another number of weights.
     """
-    _require_share(label_smoothing)
+    _require_number("label_smoothing", label_smoothing, most=1)  # torch ignores negative values
     logits = _at_least_32_bits(outputs)
     weights = _class_weights(weight, logits)
     if targets.is_floating_point():
-        if targets.shape != outputs.shape:
-            raise _other_shapes(
-                outputs,
-                targets,
-                "probabilities of the shape of the outputs, or class numbers of torch.int64",
-                "give the model one output per class (num_classes), or convert class numbers: "
-                "targets.long()",
-            )
         return functional.cross_entropy(
             logits, targets.to(logits.dtype), weight=weights, label_smoothing=label_smoothing
         )
@@ -70,28 +64,13 @@ def cross_entropy(
             label_smoothing=label_smoothing,
         )
     except IndexError as error:
-        raise _unknown_class(classes, error) from error
-
-
-def _unknown_class(classes: int, error: IndexError) -> InputError:
-    return InputError(
-        f"the model has {classes} outputs per target, and one of the targets is not a number of "
-        f"them: {error}",
-        expected=f"class numbers from 0 to {classes - 1}, or ignore_index",
-        fix="give the model one output per class (num_classes), or correct the targets",
-        code="E_SHAPE",
-    )
-
-
-def _require_share(label_smoothing: float) -> None:
-    is_number = isinstance(label_smoothing, int | float)
-    if not is_number or not 0 <= label_smoothing <= 1:  # torch ignores negative values
         raise InputError(
-            f"label_smoothing is {label_smoothing!r}",
-            "a number from 0 to 1",
-            "such as 0.1; 0 for none",
-            code="E_VALUE",
-        )
+            f"the model has {classes} outputs per target, and one of the targets is not a number "
+            f"of them: {error}",
+            expected=f"class numbers from 0 to {classes - 1}, or ignore_index",
+            fix="give the model one output per class (num_classes), or correct the targets",
+            code="E_SHAPE",
+        ) from error
 
 
 def bce_with_logits(
@@ -110,6 +89,7 @@ def bce_with_logits(
     logits, labels, is_counted = _binary(outputs, targets)
     _require_number("foreground_weight", foreground_weight)
     weight = torch.tensor(foreground_weight, dtype=logits.dtype, device=logits.device)
+    # Not torch's mean, which would count the ignored pixels.
     losses = functional.binary_cross_entropy_with_logits(
         logits, labels, pos_weight=weight, reduction="none"
     )
@@ -193,7 +173,7 @@ def _class_weights(
     if weight is None:
         return None
     try:
-        weights = torch.as_tensor(weight, dtype=logits.dtype, device=logits.device)
+        return torch.as_tensor(weight, dtype=logits.dtype, device=logits.device)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the loss has the weights {weight!r}",
@@ -201,21 +181,16 @@ def _class_weights(
             "such as [1.0, 5.0]",
             code="E_VALUE",
         ) from error
-    if weights.shape != logits.shape[1:2]:
-        raise InputError(
-            f"the loss has weights of shape {tuple(weights.shape)} for {logits.shape[1]} classes",
-            expected="one weight per class",
-            fix=f"pass a list of {logits.shape[1]} numbers",
-            code="E_SHAPE",
-        )
-    return weights
 
 
-def _require_number(name: str, value: float) -> None:
-    if isinstance(value, str) or not value >= 0:
+def _require_number(name: str, value: float, most: float = math.inf) -> None:
+    if not isinstance(value, int | float) or not 0 <= value <= most:
+        expected = "a number of at least 0"
+        if most < math.inf:
+            expected = f"a number from 0 to {most:g}"
         raise InputError(
             f"{name} is {value!r}",
-            expected="a number of at least 0",
+            expected=expected,
             fix=f"set {name}: 1",
             code="E_VALUE",
         )

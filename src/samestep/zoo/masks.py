@@ -13,11 +13,11 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from samestep.config.validation import require_path
 from samestep.data.sample_files import by_suffix, files_below
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, file_errors, open_image
 from samestep.zoo.losses import IGNORED
-from samestep.zoo.options import require_path
 from samestep.zoo.splits import train_validation_split
 
 _Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -159,6 +159,7 @@ class MaskCode:
         Raises:
             DataError: a value is unknown.
         """
+        # One integer per pixel, for the binary search below.
         packed = values.astype(numpy.int64)
         if self.has_colors:
             packed = (packed[..., 0] << 16) | (packed[..., 1] << 8) | packed[..., 2]

@@ -1,4 +1,4 @@
-"""Checks of options, files and optional libraries that a recipe names."""
+"""Checks of options and optional libraries that a recipe names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from samestep.config.key_suggestions import suggest
+from samestep.config.validation import require_package
 from samestep.distributed.torch_errors import is_out_of_memory
 from samestep.errors import DataError, RecipeError, class_name, message_of
 from samestep.torchvision_import import make_torchvision_importable
@@ -55,7 +55,7 @@ def call(
             _require_type(f"{where}.{name}", parameter, options.get(name))
     try:
         return function(*arguments, **options)
-    except (IndexError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (LookupError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         if not options or not is_library or is_out_of_memory(error):
             raise
         message = next(iter(message_of(error).strip().splitlines()), "")
@@ -191,38 +191,16 @@ def require_count(name: str, value: object, least: int, example: int) -> None:
     require_option(name, value, is_count(value, least), f"an integer >= {least}", example)
 
 
-def require_path(
-    path: Path, kind: Literal["file", "folder"], expected: str, fix: str = "correct the path"
-) -> None:
-    """Require that a file or a folder exists.
-
-    Raises:
-        DataError: `path` does not exist, or is of the other kind.
-    """
-    if not (path.is_file() if kind == "file" else path.is_dir()):
-        place = "" if path.is_absolute() else f" in {Path.cwd()}"
-        problem = f"there is no {kind} {path}{place}"
-        raise DataError(problem, expected=expected, fix=fix, code="E_FILE_MISSING")
-
-
-def import_optional(module: str, needed_by: str, extra: str = "zoo") -> Any:
+def import_optional(module: str, needed_by: str) -> Any:
     """Return a module of an optional library.
 
     Args:
         module: name of the module.
         needed_by: part of the recipe that needs it, such as `model timm:resnet10t`.
-        extra: optional dependencies of Samestep with the library.
 
     Raises:
         RecipeError: the library is not installed.
     """
     make_torchvision_importable()
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise RecipeError(
-            f"{needed_by} needs {error.name or module}: {error}",
-            expected="an installed library; this one is optional",
-            fix=f"pip install 'samestep[{extra}]'",
-            code="E_NOT_INSTALLED",
-        ) from error
+    require_package(needed_by, module.partition(".")[0], "'samestep[zoo]'")
+    return import_module(module)

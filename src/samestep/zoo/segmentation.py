@@ -59,6 +59,7 @@ class MaskTransforms:
         elif self.scale[0] < 1:
             steps = [v2.RandomResizedCrop(self._sides, scale=self.scale)]
         else:
+            # A crop of the whole area would still change the aspect ratio.
             steps = [v2.Resize(self._sides)]
         if self.flips != "none":
             steps.append(v2.RandomHorizontalFlip())

@@ -39,8 +39,6 @@ class Splits:
             long.
         model_options: model options that follow from the data, such as the vocabulary size. Options
             of the recipe take precedence; options that the model does not have are ignored.
-        count_tokens: function from a collated microbatch to the number of tokens without and with
-            padding.
         fingerprint: hash of the names or contents of the training samples, which a resumption
             compares; empty for data that cannot change.
         evaluation_text: function from the index of a validation sample to its text, for reports.
@@ -55,7 +53,6 @@ class Splits:
     train_lengths: Sequence[int] | None = None
     evaluation_lengths: Sequence[int] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
-    count_tokens: Callable[[Any], tuple[int, int]] | None = None
     fingerprint: str = ""
     evaluation_text: Callable[[int], str] | None = None
 
@@ -172,4 +169,5 @@ def require_fraction(fraction: float) -> None:
 def hash_fraction(key: str) -> float:
     """Return a number in [0, 1) that is a function of `key` alone."""
     content = key.encode(errors="surrogatepass")  # a file name can have bytes that are not UTF-8
+    # 48 bits: a float has them all.
     return int.from_bytes(hashlib.sha256(content).digest()[:6]) / 2**48

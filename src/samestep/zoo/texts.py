@@ -71,6 +71,7 @@ def load_texts(
             classes = sorted(labels, key=int)
     names = class_names(classes)
     if evaluation_path is None:
+        # Rows without a text would all have the same key.
         keys = [row.text or row.where for row in rows]
         parts = train_validation_split(keys, evaluation_fraction, unit="text")
         train_rows, validation_rows = ([rows[index] for index in indices] for indices in parts)
@@ -89,7 +90,6 @@ def load_texts(
         collate=partial(collate_texts, padding=encoder.padding),
         train_lengths=lengths[0],
         evaluation_lengths=lengths[1],
-        count_tokens=_count_tokens,
         fingerprint=fingerprint_of([row.text for row in train_rows]),
         model_options={"vocabulary": vocabulary, "padding": encoder.padding, "longest": longest},
         evaluation_text=lambda index: validation_rows[index].text,
@@ -120,8 +120,3 @@ def collate_texts(samples: list[Sample], *, padding: int) -> tuple[Inputs, torch
     mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
     numbers = torch.tensor([sample[1] for sample in samples])
     return {"input_ids": inputs, "attention_mask": mask}, numbers
-
-
-def _count_tokens(microbatch: tuple[Inputs, torch.Tensor]) -> tuple[int, int]:
-    mask = microbatch[0]["attention_mask"]
-    return int(mask.sum()), mask.numel()

@@ -83,6 +83,7 @@ class FileTokenizer:
         backend.no_padding()
         backend.no_truncation()
         self.digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
+        # Not the number of names: numbers can have gaps.
         self.size = max(names) + 1
         self.end = next((numbers[name] for name in _ENDS if name in numbers), None)
         self.padding = next((numbers[name] for name in _PADDINGS if name in numbers), self.size)

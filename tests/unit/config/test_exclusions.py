@@ -16,7 +16,7 @@ EXCLUDED: list[dict[str, Any]] = [
     {"sharding": "hsdp", "tensor_slices": 2},
     {"sharing": "gloo", "pipeline": 2},
     {"optimizer.layer_decay": 0.5, "learning rate": None},
-    {"optimizer.layer_decay": 0.5, "blocks": []},
+    {"optimizer.layer_decay": 0.5, "group_matcher": None},
 ]
 
 
