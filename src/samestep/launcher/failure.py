@@ -63,8 +63,9 @@ class Failure:
 
     rank: int
     when: float  # monotonic clock of the machine in seconds, comparable between its processes
-    # Complete report, with the traceback of an error in code; only line 1 is not indented.
-    text: str
+    text: (
+        str  # complete report, with the traceback of an error in code; only line 1 is not indented
+    )
     exit_code: int  # of the launcher, if this is the first cause
     is_consequence: bool = False  # the rank only noticed the end of another rank
     by_signal: int | None = None  # signal that ended the process

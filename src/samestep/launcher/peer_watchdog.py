@@ -29,8 +29,16 @@ from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.errors import EXIT_FAILED, bounded
 from samestep.launcher.failure import Failure
 from samestep.launcher.process_state import Job
-from samestep.launcher.rendezvous import report_failure, wait_for_keys
-from samestep.launcher.watchdog import Hang, ProgressTimer, RankState, Watchdog
+from samestep.launcher.rendezvous import (
+    report_failure,
+    wait_for_keys,
+)
+from samestep.launcher.watchdog import (
+    Hang,
+    ProgressTimer,
+    RankState,
+    Watchdog,
+)
 from samestep.launcher.worker import exit_process
 
 _MIN_INTERVAL = 0.25

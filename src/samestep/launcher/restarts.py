@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from samestep.errors import EXIT_FAILED, InputError
+from samestep.errors import (
+    EXIT_FAILED,
+    InputError,
+)
 from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.units import plural
 

@@ -14,11 +14,13 @@ every rank.
 
 from __future__ import annotations
 
+import bdb
 import getpass
 import hashlib
 import io
 import locale
 import os
+import pdb
 import random
 import subprocess
 import sys
@@ -154,7 +156,7 @@ class _RefusedInput(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> NoReturn:
         # Each rank would take other bytes of the same pipe, or wait for a terminal.
-        raise _refusal("standard input is read, as by input() or a debugger")
+        raise _refusal("standard input is read")
 
 
 def _refusal(problem: str) -> InputError:
@@ -167,6 +169,10 @@ def _refusal(problem: str) -> InputError:
     )
 
 
+def _refuse_debugger(*_: Any, **__: Any) -> NoReturn:
+    raise _refusal("a debugger")
+
+
 def _refuse_password(*_: Any, **__: Any) -> NoReturn:
     raise _refusal("getpass, which asks at the terminal of each process")
 
@@ -175,8 +181,8 @@ def _refuse_password(*_: Any, **__: Any) -> NoReturn:
 def console(rank: int, size: int) -> Iterator[None]:
     """Give the standard input of the launcher to the script on one process, inside the block.
 
-    On several processes, a read of standard input and `getpass.getpass`, which asks at the terminal
-    itself, end with an `InputError`.
+    On several processes, a read of standard input, a debugger and `getpass.getpass` end with an
+    `InputError`.
     """
     if size == 1:
         with open(0, encoding=locale.getencoding(), closefd=False) as own, replaced(sys, stdin=own):
@@ -188,6 +194,8 @@ def console(rank: int, size: int) -> Iterator[None]:
             stack.enter_context(_without_input())
         stack.enter_context(replaced(sys, stdin=stream))
         stack.enter_context(replaced(getpass, getpass=_refuse_password))
+        stack.enter_context(replaced(bdb.Bdb, set_trace=_refuse_debugger))
+        stack.enter_context(replaced(pdb.Pdb, interaction=_refuse_debugger))
         yield
 
 

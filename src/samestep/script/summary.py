@@ -23,7 +23,6 @@ from torch.optim.optimizer import (
 from samestep.data.own_rows import OwnRows
 from samestep.distributed.collective_check import Line
 from samestep.distributed.standard_streams import report_line
-from samestep.units import plural
 from samestep.view.view import ModuleSummary
 
 _CLASSES = 3  # with a line of their own
@@ -302,8 +301,8 @@ def advice(rows: int, backwards: int, size: int) -> str:
     """
     if backwards == 1:
         return (
-            f"calls with {plural(rows, 'row')} cannot be divided between {size} processes: a "
-            "larger batch size can"
+            f"calls with {_rows(rows)} cannot be divided between {size} processes: a larger batch "
+            "size can"
         )
     factors = [factor for factor in range(2, backwards + 1) if backwards % factor == 0]
     factor = next((factor for factor in factors if rows * factor >= size), backwards)
@@ -315,5 +314,11 @@ def advice(rows: int, backwards: int, size: int) -> str:
     return (
         f"in place of batch size {rows} with accumulation {backwards}, use batch size {batch} "
         f"with accumulation {backwards // factor}: the same gradients without batch norm, and "
-        f"{plural(-(-batch // used), 'row')} on each of {processes}"
+        f"{_rows(-(-batch // used))} on each of {processes}"
     )
+
+
+def _rows(number: int) -> str:
+    if number == 1:
+        return "1 row"
+    return f"{number:,} rows"

@@ -1,5 +1,6 @@
 """Inputs that are equal on all ranks: random bytes, standard input, results of programs."""
 
+import bdb
 import getpass
 import logging
 import multiprocessing
@@ -224,17 +225,16 @@ def _post_mortem() -> None:
         pdb.post_mortem(error.__traceback__)
 
 
-READ = "standard input is read, as by input() or a debugger"
-
-
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        (input, READ),
-        (lambda: sys.stdin.buffer.read(1), READ),
-        (lambda: list(sys.stdin), READ),
-        (lambda: pdb.Pdb().set_trace(), READ),
-        (_post_mortem, READ),
+        (input, "standard input is read"),
+        (lambda: sys.stdin.buffer.read(1), "standard input is read"),
+        (lambda: list(sys.stdin), "standard input is read"),
+        (pdb.set_trace, "a debugger"),
+        (lambda: pdb.Pdb().set_trace(), "a debugger"),
+        (sys.__breakpointhook__, "a debugger"),
+        (_post_mortem, "a debugger"),
         (lambda: getpass.getpass("A"), "getpass, which asks at the terminal of each process"),
     ],
 )
@@ -255,11 +255,11 @@ def test_standard_input_of_several_processes_is_no_terminal_and_not_that_of_prog
 
 
 def test_console_is_restored() -> None:
-    before = (sys.stdin, getpass.getpass, os.fstat(0))
+    before = (sys.stdin, getpass.getpass, bdb.Bdb.set_trace, pdb.Pdb.interaction, os.fstat(0))
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         with descriptor_0(b""), console(rank, size):
             assert sys.stdin is not before[0]
-    assert (sys.stdin, getpass.getpass, os.fstat(0)) == before
+    assert (sys.stdin, getpass.getpass, bdb.Bdb.set_trace, pdb.Pdb.interaction, os.fstat(0)) == before
 
 
 def test_one_process_has_plain_input() -> None:
