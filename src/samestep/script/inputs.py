@@ -4,8 +4,9 @@ Random bytes: `uuid` calls `os.urandom`; `SystemRandom`, `secrets` and NumPy's `
 the name of it in `random`. C code is behind `Random.seed` and `torch.seed`, which are replaced, and
 behind `torch.Generator.seed`, which cannot be: the in-step hash finds the difference.
 
-Standard input: refused on several processes. On one, descriptor 0 is that of the launcher, in the
-same process group, although `multiprocessing` has given the null device to `sys.stdin`.
+Standard input: rank 0 reads, the others receive what it has read. Descriptor 0 of a rank is that of
+the launcher, in the same process group, although `multiprocessing` has given the null device to
+`sys.stdin`.
 
 Programs that a script runs to their end: rank 0 runs them, the others receive what they have
 returned. A program that a script only starts (`subprocess.Popen`), or that a library runs, runs on
@@ -50,7 +51,14 @@ _SEEDING = "samestep.distributed.rng"  # seeds for samples, and restores
 # Modules between a caller and the operating system.
 _PASSED = ("random", "secrets", "uuid", __name__)
 
+Share = Callable[[bytes | None], bytes]
+
 _POLL_SECONDS = 0.005
+
+
+def _is_main_thread_of(process: int) -> bool:
+    is_main = threading.current_thread() is threading.main_thread()
+    return os.getpid() == process and is_main
 
 
 # --- random bytes ---
@@ -145,25 +153,45 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
 # --- standard input ---
 
 
-class _RefusedInput(io.RawIOBase):
-    """Standard input of a script on several processes, which refuses to be read; no terminal.
+class _SharedInput(io.RawIOBase):
+    """Bytes of standard input of rank 0, as one of the ranks sees them; no terminal.
 
     Text streams above it also serve `input`, which finds no descriptor.
+
+    Args:
+        rank: this rank.
+        share: a collective of the main thread that returns the bytes of rank 0; other ranks give
+            None.
     """
+
+    def __init__(self, rank: int, share: Share) -> None:
+        self._is_reader = rank == 0
+        self._share = share
+        self._process = os.getpid()
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> NoReturn:
-        # Each rank would take other bytes of the same pipe, or wait for a terminal.
-        raise _refusal("standard input is read")
+    def fileno(self) -> int:
+        problem = "standard input of several processes has no descriptor: use --processes 1"
+        raise io.UnsupportedOperation(problem)
+
+    def readinto(self, buffer: Any) -> int:
+        if not _is_main_thread_of(self._process):
+            raise _refusal("standard input is read in a thread or a child process")
+        own = None
+        if self._is_reader:
+            own = os.read(0, len(buffer))
+        data = self._share(own)
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _refusal(problem: str) -> InputError:
     file, line = script_line(sys._getframe(1))
     return InputError(
         f"{file}:{line}: {problem}, in a script on several processes",
-        expected="a script that asks for nothing at the terminal",
+        expected="one reader of standard input, in the main thread of each process",
         fix="samestep run --processes 1",
         code="E_LAUNCH",
     )
@@ -178,17 +206,24 @@ def _refuse_password(*_: Any, **__: Any) -> NoReturn:
 
 
 @contextmanager
-def console(rank: int, size: int) -> Iterator[None]:
-    """Give the standard input of the launcher to the script on one process, inside the block.
+def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
+    """Give the standard input of the launcher to the script, inside the block.
 
-    On several processes, a read of standard input, a debugger and `getpass.getpass` end with an
-    `InputError`.
+    `input` and `sys.stdin` return the same on all ranks; debuggers and `getpass.getpass` end with
+    an `InputError`. On one process everything is as in plain Python.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        share: returns the bytes that rank 0 gives, on all ranks, which call it in the same order;
+            others give None.
     """
     if size == 1:
         with open(0, encoding=locale.getencoding(), closefd=False) as own, replaced(sys, stdin=own):
             yield
         return
-    stream = io.TextIOWrapper(io.BufferedReader(_RefusedInput()))
+    shared = io.BufferedReader(_SharedInput(rank, share))
+    stream = io.TextIOWrapper(shared, locale.getencoding())
     with ExitStack() as stack:
         if rank > 0:
             stack.enter_context(_without_input())
@@ -280,8 +315,7 @@ class FirstRankPrograms:
 
     def _is_of_script(self) -> bool:
         """Whether the main thread runs a program in code of the script, not of a library."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if os.getpid() != self._process or not is_main:
+        if not _is_main_thread_of(self._process):
             return False
         frame = sys._getframe(1)
         passed = ("subprocess", __name__)

@@ -34,7 +34,7 @@ from samestep.launcher.worker import run_script
 from samestep.microbatches import MOST_MICROBATCHES, require_microbatches
 from samestep.script.calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.files import FirstWriter, one_writer
-from samestep.script.inputs import FirstRankPrograms, console, equal_entropy
+from samestep.script.inputs import FirstRankPrograms, equal_entropy, shared_console
 from samestep.script.mode import Mode, uses_samestep
 from samestep.script.overlay import Overlay
 from samestep.script.process import (
@@ -158,7 +158,7 @@ def unchanged(
 
 
 def _alone(stack: ExitStack) -> Summary:
-    stack.enter_context(console(0, 1))
+    stack.enter_context(shared_console(0, 1, lambda data: data or b""))
     stack.enter_context(plain_start_method())
     stack.enter_context(children_ended())
     for end in (files_closed, exit_functions_called, threads_joined):
@@ -186,7 +186,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     worker.rank_status.show_steps()
     (folder, seed), *_ = all_gather([folder, secrets.token_hex(32)], world)
     stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
-    stack.enter_context(console(rank, size))
+    stack.enter_context(shared_console(rank, size, partial(_share, view, world)))
     stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
     summary = Summary(
         stack.enter_context(own_rows_of_loaders(partial(_readers, view))),
@@ -262,6 +262,14 @@ def _temporary_folder() -> str:
     # After the end of the world.
     process_state.exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _share(view: View, world: World, data: bytes | None) -> bytes:
+    if world.size == 1:
+        return data or b""
+    view.any_rank(place="standard input")  # otherwise ranks elsewhere would take it for another
+    (first, *_) = all_gather((data or b"").hex(), world)
+    return bytes.fromhex(first)
 
 
 def _readers(view: View) -> ViewOfBatches | None:
