@@ -1,4 +1,4 @@
-"""Folders of sample files for recipes, and a small model for them."""
+"""Folders of sample files for recipes, and small models for them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,8 +10,8 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 import torch
-from PIL import Image
 
+from helpers.photos import SMALL, random_jpeg
 from samestep.data.parquet_files import ParquetFiles
 from samestep.data.streams import StreamDataset
 from samestep.zoo.image_files import read_image
@@ -19,31 +19,17 @@ from samestep.zoo.image_transforms import ImageTransforms
 from samestep.zoo.splits import Splits
 
 IMAGES = (
-    "data={name: 'helpers.sample_files:load', options: {path: photos, evaluation_path: photos_val}}",
-    "model.name=helpers.sample_files:SmallNet",
-    "batch_size=8",
-    "microbatches=4",
-    "epochs=2",
-    "metrics=[]",
+    "data={name: 'helpers.sample_files:load', options: {path: photos, evaluation_path: photos_val, window: 12}}",
+    *SMALL,
 )
 IMAGE_STEPS = 25  # of an epoch
 
 
-class SmallNet(torch.nn.Sequential):
-    """A convolution, batch norm and a linear layer."""
-
-    def __init__(self, num_classes: int) -> None:
-        layers = (torch.nn.Conv2d(3, 8, 5, stride=3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
-        super().__init__(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, num_classes))
-
-
 def photos(count: int) -> Iterator[dict[str, Any]]:
-    """Yield JPEG files of random pixels in two classes."""
+    """Yield encoded images of two classes."""
     generator = numpy.random.default_rng(0)
     for number in range(count):
-        file = BytesIO()
-        Image.fromarray(generator.integers(0, 256, (48, 64, 3), dtype=numpy.uint8)).save(file, "JPEG")
-        yield {"image": file.getvalue(), "label": number % 2}
+        yield {"image": random_jpeg(generator, 48, 64), "label": number % 2}
 
 
 def write_images(root: Path) -> None:
@@ -55,12 +41,15 @@ def write_images(root: Path) -> None:
             pyarrow.parquet.write_table(rows.slice(20 * number, 20), root / name / f"{number}.parquet")
 
 
-def load(path: str, evaluation_path: str) -> Splits:
+def load(path: str, evaluation_path: str, window: int, image_size: int) -> Splits:
     """Return the streams of a recipe."""
-    transforms = ImageTransforms(image_size=32)
-    train = StreamDataset(ParquetFiles(path), window=12, transform=partial(sample, transforms.train()))
-    evaluation = StreamDataset(ParquetFiles(evaluation_path), transform=partial(sample, transforms.validation()))
-    return Splits(train=train, evaluation=evaluation, classes=("cat", "dog"), reads_files=True)
+    transforms = ImageTransforms(image_size)
+    return Splits(
+        train=StreamDataset(ParquetFiles(path), window=window, transform=partial(sample, transforms.train())),
+        evaluation=StreamDataset(ParquetFiles(evaluation_path), transform=partial(sample, transforms.validation())),
+        classes=("cat", "dog"),
+        reads_files=True,
+    )
 
 
 def sample(transform: Callable[[Any], torch.Tensor], row: dict[str, Any]) -> tuple[torch.Tensor, int]:

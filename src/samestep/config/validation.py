@@ -1,8 +1,11 @@
-"""Constraints shared by the configuration classes, and checks of paths and packages."""
+"""Constraints and shell patterns shared by the configuration classes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,3 +103,26 @@ def require_package(subject: str, package: str, fix: str) -> None:
         value = f"{subject} needs {package}"
         expected = "installed packages of the selected loggers, formats and models"
         raise RecipeError(value, expected, f"pip install {fix}", code="E_NOT_INSTALLED")
+
+
+def match_patterns(
+    names: Iterable[str], patterns: Sequence[str], *, key: str, example: str
+) -> list[str]:
+    """Return the parameter names that match one of the shell patterns, in the order of `names`.
+
+    Errors name the recipe key of the patterns, and a valid pattern.
+
+    Raises:
+        RecipeError: a pattern matches no name.
+    """
+    known = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            close = get_close_matches(pattern, known, n=2, cutoff=0.3)
+            raise RecipeError(
+                f"{key}: {pattern!r} matches no parameter",
+                expected=f"shell patterns of parameter names, such as {example}",
+                fix=f"use names like {', '.join(close or known[:2])}",
+                code="E_PATTERN",
+            )
+    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -5,9 +5,7 @@ A file of weights that is damaged or does not fit the model raises `DataError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from samestep.checkpoint.checksum import checksum
 from samestep.config import RecipeStep
-from samestep.config.validation import require_path
+from samestep.config.validation import match_patterns, require_path
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
@@ -196,29 +194,6 @@ def uses_batch_statistics(model: nn.Module) -> bool:
         isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         for module in model.modules()
     )
-
-
-def match_patterns(
-    names: Iterable[str], patterns: Sequence[str], *, key: str, example: str
-) -> list[str]:
-    """Return the parameter names that match one of the shell patterns, in the order of `names`.
-
-    Errors name the recipe key of the patterns, and a valid pattern.
-
-    Raises:
-        RecipeError: a pattern matches no name.
-    """
-    known = list(names)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            close = get_close_matches(pattern, known, n=2, cutoff=0.3)
-            raise RecipeError(
-                f"{key}: {pattern!r} matches no parameter",
-                expected=f"shell patterns of parameter names, such as {example}",
-                fix=f"use names like {', '.join(close or known[:2])}",
-                code="E_PATTERN",
-            )
-    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], exceptions: Sequence[str] = ()) -> list[str]:

@@ -19,8 +19,8 @@ from samestep.config import (
     ScheduleConfig,
     default_workers,
 )
+from samestep.config.validation import match_patterns
 from samestep.errors import InputError, RecipeError
-from samestep.recipes.models import match_patterns
 
 
 def recipe(**changes: Any) -> Recipe:
