@@ -37,6 +37,7 @@ _WORDS = {
     "step.clip_norm": "clipgrad maxgradnorm gradclip gradientclipval clipgradnorm gradientclipping",
     "step.precision": "amp fp16 bf16 useamp precision mixedprecision dtype",
     "step.batch_norm": "syncbn syncbatchnorm usesyncbn",
+    "step.recompute": "gradientcheckpointing activationcheckpointing usecheckpoint",
     "step.compile": "compile torchcompile",
     "metrics": "metric metrics evalmetric",
     "epochs": "epoch epochs numepochs maxepochs nepochs numtrainepochs",

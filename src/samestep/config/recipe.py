@@ -217,6 +217,9 @@ class RecipeStep(Constrained):
             it in convolutions.
         channels_last: store weights and inputs of convolutions in channels-last format.
         compile: compile the model's forward with `torch.compile`.
+        recompute: shell patterns of module names (`blocks.*`) with activation checkpointing:
+            backward computes the activations again; less memory, more time (Chen et al., "Training
+            Deep Nets with Sublinear Memory Cost", 2016).
         tensor_slices: number of slices into which the modules of `tensor_plan` divide their matrix
             products on any number of ranks; a multiple of the tensor axis; 1 for the size of the
             tensor axis, with results that depend on it by rounding.
@@ -236,6 +239,7 @@ class RecipeStep(Constrained):
     tf32: bool | None = None
     channels_last: bool = False
     compile: bool = False
+    recompute: tuple[str, ...] = ()
     tensor_slices: Annotated[int, Ge(1), Le(1024)] = 1
     tensor_plan: dict[str, str] = field(default_factory=dict)
 

@@ -106,11 +106,12 @@ def require_package(subject: str, package: str, fix: str) -> None:
 
 
 def match_patterns(
-    names: Iterable[str], patterns: Sequence[str], *, key: str, example: str
+    names: Iterable[str], patterns: Sequence[str], *, key: str, kind: str, example: str
 ) -> list[str]:
-    """Return the parameter names that match one of the shell patterns, in the order of `names`.
+    """Return the names that match one of the shell patterns, in the order of `names`.
 
-    Errors name the recipe key of the patterns, and a valid pattern.
+    Errors name the recipe key of the patterns, the kind of the names, such as `parameter`, and a
+    valid pattern.
 
     Raises:
         RecipeError: a pattern matches no name.
@@ -120,8 +121,8 @@ def match_patterns(
         if not any(fnmatchcase(name, pattern) for name in known):
             close = get_close_matches(pattern, known, n=2, cutoff=0.3)
             raise RecipeError(
-                f"{key}: {pattern!r} matches no parameter",
-                expected=f"shell patterns of parameter names, such as {example}",
+                f"{key}: {pattern!r} matches no {kind}",
+                expected=f"shell patterns of {kind} names, such as {example}",
                 fix=f"use names like {', '.join(close or known[:2])}",
                 code="E_PATTERN",
             )

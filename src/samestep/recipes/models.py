@@ -5,7 +5,7 @@ A file of weights that is damaged or does not fit the model raises `DataError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils.checkpoint import checkpoint
 
 from samestep.checkpoint.checksum import checksum
 from samestep.config import RecipeStep
@@ -175,10 +176,23 @@ def _read(file: Path) -> Any:
 
 
 def transform_model(model: nn.Module, config: RecipeStep, device: torch.device) -> None:
-    """Set the options of a model in place; parameter names stay unchanged."""
+    """Set the options of a model in place; parameter names stay unchanged.
+
+    Raises:
+        InputError: a pattern matches no module.
+    """
     set_tf32(device, allowed=config.tf32)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    modules = {name: module for name, module in model.named_modules() if name}
+    names = match_patterns(
+        modules, config.recompute, key="step.recompute", kind="module", example="blocks.*"
+    )
+    for name in names:
+        # The outermost modules only: their children are recomputed with them.
+        if not any(name.startswith(f"{other}.") for other in names):
+            module = modules[name]
+            module.forward = partial(_checkpointed_forward, module.forward)
     if config.compile:
         # Dropout draws the same numbers as without compilation.
         torch._inductor.config.fallback_random = True
@@ -186,6 +200,20 @@ def transform_model(model: nn.Module, config: RecipeStep, device: torch.device) 
         is_of_torch = type(model).__module__.partition(".")[0] == "torch"
         with torch._dynamo.config.patch(wrap_top_frame=is_of_torch):
             model.compile(dynamic=False)
+
+
+def _checkpointed_forward(forward: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    count = len(arguments)
+    names = tuple(named)
+
+    def compute(*values: Any) -> Any:
+        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    # By position: torch restores the generators of the devices of these tensors, and has options of
+    # its own by name.
+    return checkpoint(compute, *arguments, *named.values(), use_reentrant=False)
 
 
 def uses_batch_statistics(model: nn.Module) -> bool:
@@ -202,7 +230,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], exceptions: Sequence[str] 
     Without patterns, all parameters but the exceptions are frozen. Return their names.
     """
     parameters = dict(model.named_parameters())
-    match = partial(match_patterns, list(parameters))
+    match = partial(match_patterns, list(parameters), kind="parameter")
     trained = match(exceptions, key="model.freeze_except", example="head.*")
     frozen = match(patterns or ["*"], key="model.freeze", example="layer1.*")
     frozen = [name for name in frozen if name not in trained]

@@ -27,7 +27,7 @@ def test_suggestion(word: str) -> None:
 
 
 def test_every_recipe_key_of_the_table_exists() -> None:
-    values = {"metrics": "[accuracy]", "model.freeze_except": "['fc.*']"}
+    values = {"metrics": "[accuracy]", "model.freeze_except": "['fc.*']", "step.recompute": "['layer1.*']"}
     values |= {"epochs": "2", "batch_size": "64", "ema.decay": "0.9", "step.seed": "1", "step.clip_norm": "1"}
     values |= {"schedule.name": "step", "schedule.step_epochs": "3", "step.precision": "bf16"}
     values |= {"optimizer.layer_decay": "0.5", "schedule.gamma": "0.5", "schedule.final": "0.5"}

@@ -156,7 +156,7 @@ NAMES = ["stem.weight", "blocks.0.weight", "blocks.1.weight", "head.bias"]
 
 
 def match(patterns: list[str]) -> list[str]:
-    return match_patterns(NAMES, patterns, key="model.freeze", example="layer1.*")
+    return match_patterns(NAMES, patterns, key="model.freeze", kind="parameter", example="layer1.*")
 
 
 def test_pattern_without_a_match_is_an_error_with_similar_names() -> None:
