@@ -1,4 +1,4 @@
-"""`samestep eval --report`: the same table and pictures on any number of processes."""
+"""`samestep eval --report`: the same table and picture on any number of processes."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,10 @@ def reports(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 
 
 def test_report_is_the_same_on_any_number_of_processes(reports: list[Path]) -> None:
-    one, three = ((folder / "classes.json").read_bytes() for folder in reports)
-    assert one == three
-    assert len(one) > 1000
+    for name in ("classes.json", "confusion.png"):
+        one, three = ((folder / name).read_bytes() for folder in reports)
+        assert one == three, name
+        assert len(one) > 1000
     samples = [json.loads((folder / "samples.json").read_bytes()) for folder in reports]
     assert samples[0] == samples[1]
     assert [entry["sample"] for entry in samples[0]] == list(range(16))
@@ -62,7 +63,7 @@ def test_table_is_printed_and_json_stays_one_object(
     heads = [line.split()[0] for line in lines if line]
     assert heads[:6] == ["checkpoint", "loss", "samples", "accuracy", "balanced_accuracy", "class"]
     assert heads[6:16] == [str(digit) for digit in range(10)]
-    assert any(line.startswith("report ") and "classes.json" in line for line in lines)
+    assert any(line.startswith("report ") and "confusion.png" in line for line in lines)
     assert here("eval", digits, "--report", tmp_path / "r", "--json", cwd=tmp_path) == 0
     result = answer(capfd)
     assert (result["samples"], "by_class" in result) == (360, False)

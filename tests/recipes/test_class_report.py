@@ -1,11 +1,14 @@
-"""Per-class precision, recall and F1, compared with scikit-learn, and as a table."""
+"""Per-class precision, recall and F1, compared with torchmetrics, as a table and as a plot."""
+
+from pathlib import Path
 
 import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from samestep.recipes.class_report import class_rows, table_lines
+from samestep.recipes.class_report import class_rows, draw_confusion, table_lines
 
 COUNTS = [[8, 2, 0], [1, 9, 0], [0, 0, 0]]
 NAMES = ["cat", "dog", "owl"]
@@ -42,3 +45,17 @@ def test_table_of_many_classes_shows_the_lowest_f1() -> None:
     assert lines[2].startswith("class 3 xxx")
     assert len(lines) == 42
     assert lines[-1] == "these are the 40 of 100 classes with the lowest F1"
+
+
+@pytest.mark.parametrize("classes", [2, 30, 100])
+def test_plot_shows_the_matrix(classes: int, tmp_path: Path) -> None:
+    """The diagonal is dark, other cells are bright; names may have any characters."""
+    names = [f"$1 {{}} \N{CJK UNIFIED IDEOGRAPH-72AC} {number}" for number in range(classes)]
+    draw_confusion(numpy.diag([7] * classes).tolist(), names, tmp_path / "a.png")
+    draw_confusion(numpy.diag([7] * classes).tolist(), names, tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    with Image.open(tmp_path / "a.png") as image:
+        pixels = numpy.asarray(image.convert("RGB")).astype(int)
+    dark = pixels[..., 2] - pixels[..., 0] > 60
+    rows, columns = numpy.nonzero(dark)
+    assert numpy.corrcoef(rows, columns)[0, 1] > 0.7

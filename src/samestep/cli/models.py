@@ -27,10 +27,10 @@ from samestep.cli.options import (
 )
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
+from samestep.config.validation import require_package
 from samestep.errors import EXIT_DONE, InputError
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
-from samestep.recipes.class_report import write_report
 from samestep.recipes.recipe_files import (
     load_recipe,
     make_recipe,
@@ -62,7 +62,7 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         "evaluate these weights (.safetensors, .pth, .pdparams) with the recipe RUN", "FILE"
     )
     report: Path | None = option(
-        "write precision, recall and F1 per class: with classes.json in DIR", "DIR"
+        "write precision, recall and F1 per class: classes.json and confusion.png in DIR", "DIR"
     )
 
     def run(self) -> int:
@@ -84,6 +84,8 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         data = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
         report: list[str] = []
         if by_class is not None and self.report is not None:
+            from samestep.recipes.class_report import write_report  # imports numpy
+
             report = write_report(self.report, by_class, data)
         width = max(12, *(len(name) + 2 for name in values))
         lines = [f"{'checkpoint':<{width}}{plan.checkpoint}"]
@@ -103,6 +105,8 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         return plan.recipe, options, plan.checkpoint, self.report, classes
 
     def _plan(self, restarts: int) -> RunPlan:
+        if self.report is not None:
+            require_package("a plot of the confusion matrix", "matplotlib", "'samestep[zoo]'")
         if self.pretrained is None:
             plan = self._plan_of_run()
         elif self.checkpoint is not None:
