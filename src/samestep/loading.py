@@ -57,9 +57,7 @@ def loader(
             `order`: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory) or `auto`.
             `lengths`: one length per sample; samples of similar length share a batch, to reduce
                 padding.
-            `sampler`: function of (seed, epoch) that returns indices. It is drawn once per epoch,
-                with generators that are seeded by seed and epoch. A sampler of torch belongs to a
-                `DataLoader`.
+            A sampler belongs to a `DataLoader`.
 
     Raises:
         InputError: an argument is invalid, or arguments do not fit together.

@@ -157,13 +157,3 @@ def grouped_order(
     rows = rows[random_order(batches, derive_seed("order", seed, epoch, batch_size))]
     # Samples stay sorted within a batch, because each microbatch is padded separately.
     return numpy.concatenate([rows.reshape(-1), rest[numpy.argsort(lengths[rest], kind="stable")]])
-
-
-def repeats_of(order: Indices) -> Indices:
-    """Return for each index of an order how often the index occurs before."""
-    positions = numpy.argsort(order, kind="stable")
-    ordered = order[positions]
-    first = numpy.searchsorted(ordered, ordered, side="left")
-    counts = numpy.empty_like(order)
-    counts[positions] = numpy.arange(len(order)) - first
-    return counts
