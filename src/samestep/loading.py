@@ -34,7 +34,6 @@ _LOADER_DEFAULTS: dict[str, Any] = {
     "persistent_workers": False,
     "in_order": True,
     "seed": None,
-    "order": "auto",
     "lengths": None,
 }
 
@@ -54,7 +53,6 @@ def loader(
         options: keyword arguments of `DataLoader`. With a data set also:
             `seed`: seed of order and random numbers, 0 if omitted; a `generator` gives its initial
                 seed.
-            `order`: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory) or `auto`.
             `lengths`: one length per sample; samples of similar length share a batch, to reduce
                 padding.
             A sampler belongs to a `DataLoader`.

@@ -6,28 +6,16 @@ import hashlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, get_args
+from typing import Any
 
 import numpy
 import torch
 
-from samestep.config import SampleOrder
 from samestep.cursor import Cursor, require_position
-from samestep.data.permutations import (
-    Indices,
-    Order,
-    global_order,
-    grouped_order,
-    resolve_order,
-)
+from samestep.data.permutations import Indices, Order, global_order, grouped_order
 from samestep.data.sample_reader import set_epoch
 from samestep.data.streams import StreamDataset
 from samestep.errors import DataError, InputError
-
-_EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
-    "generator": ("seed",),
-    "lengths": ("order",),
-}
 
 
 class EpochOrder(torch.utils.data.Sampler[list[int]]):
@@ -66,11 +54,8 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             self._lengths = numpy.asarray(lengths, dtype=numpy.int64)
             content = self._lengths.tobytes()
         self._digest_of_lengths = hashlib.blake2b(content, digest_size=4).hexdigest()
-        self._kind: SampleOrder = "shuffled"
-        if self._shuffle and lengths is None:
-            self._kind = options["order"]
         self._stream: StreamDataset | None = None
-        if isinstance(dataset, StreamDataset) and options["order"] == "auto" and lengths is None:
+        if isinstance(dataset, StreamDataset) and lengths is None:
             self._stream = dataset
         self._samples = 0
         self._sizes = (-1, -1)  # epoch and length of the data set for which `_samples` holds
@@ -121,7 +106,6 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self._shuffle,
-            "order": resolve_order(self._kind, len(self._dataset)),
             "lengths": self._digest_of_lengths,
         }
         if self._stream is not None:
@@ -136,7 +120,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             return self._stream.order(**facts)
         if self._lengths is not None:
             return grouped_order(self._lengths, self.batch_size, **facts)
-        return global_order(len(self._dataset), order=self._kind, **facts)
+        return global_order(len(self._dataset), **facts)
 
     def __len__(self) -> int:
         """Number of batches of the epoch of the cursor."""
@@ -191,15 +175,6 @@ def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
                 f"samestep.loader(DataLoader(dataset, {name}=...)), whose order is that of torch",
                 code="E_LOADER",
             )
-    order = arguments["order"]
-    orders = get_args(SampleOrder)
-    if order not in orders:
-        raise InputError(
-            f"order of a loader is {order!r}",
-            f"one of {', '.join(orders)}",
-            "leave out order, or order='auto'",
-            code="E_VALUE",
-        )
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
             f"the dataset {type(dataset).__name__} has no length and index",
@@ -209,13 +184,10 @@ def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
             "files and offsets",
             code="E_LOADER",
         )
-    # Not `value not in (None, False)`: a seed of 0 is present, and lengths can be an array.
-    absent = (None, False)
-    present = {name for name, value in arguments.items() if not any(value is one for one in absent)}
-    if order != "keyed":  # the order of lengths is `shuffled`
-        present.discard("order")
-    for one, others in _EXCLUSIVE.items():
-        other = next((name for name in others if name in present), None)
-        if one in present and other is not None:
-            problem = f"{one} and {other} of a loader exclude each other"
-            raise InputError(problem, "one of them", f"leave out {other}", code="E_LOADER")
+    if arguments["generator"] is not None and arguments["seed"] is not None:
+        raise InputError(
+            "generator and seed of a loader exclude each other",
+            "one of them",
+            "leave out seed",
+            code="E_LOADER",
+        )

@@ -76,8 +76,7 @@ class StreamDataset:
 
     It is for data that do not fit on a disk or into memory: with `samestep.loader(dataset,
     shuffle=True, ...)`, samples come from a few files at a time. Without `shuffle`, the order is
-    that of the files. With an explicit `order`, or a dataset that wraps this one, it is that of
-    other datasets.
+    that of the files. The order of a dataset that wraps this one is that of other datasets.
 
     Attributes:
         source: the source.

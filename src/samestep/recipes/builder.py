@@ -318,7 +318,6 @@ def _loaders(
         indexed(splits.train, skips=skips),
         batch_size=recipe.batch_size,
         shuffle=True,
-        order=recipe.data.order,
         collate_fn=IndexedCollate(splits.train_collate or splits.collate),
         lengths=splits.train_lengths,
         drop_last=recipe.data.drop_last or is_single,

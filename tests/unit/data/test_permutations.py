@@ -1,13 +1,12 @@
-"""Permutations: shuffled, keyed and grouped by length; functions of seed and epoch."""
+"""Permutations: shuffled and grouped by length; functions of seed and epoch."""
 
 import hashlib
 
 import numpy
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.data.permutations import DatasetOrder, Indices, KeyedPermutation, global_order, grouped_order
+from samestep.data.permutations import Indices, global_order, grouped_order
 
 sizes = st.integers(0, 3000)
 seeds = st.integers(0, 2**64 - 1)
@@ -48,70 +47,6 @@ def test_epochs_and_seeds_have_different_orders() -> None:
         digest(global_order(50, seed=seed, epoch=epoch, shuffle=True)) for seed in range(20) for epoch in range(20)
     }
     assert len(digests) == 400
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 5000), seeds, epochs)
-def test_every_index_occurs_once(size: int, seed: int, epoch: int) -> None:
-    indices = KeyedPermutation(size, seed=seed, epoch=epoch)[:]
-    assert indices.dtype == numpy.int64
-    assert sorted(indices.tolist()) == list(range(size))
-
-
-@given(st.integers(1, 2**63 - 1), seeds, st.data())
-def test_indices_of_large_ranges_are_distinct_and_inside(size: int, seed: int, data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, size - 1))
-    indices = KeyedPermutation(size, seed=seed, epoch=0)[start : start + 200]
-    assert len(set(indices.tolist())) == len(indices) == min(200, size - start)
-    assert 0 <= indices.min() <= indices.max() < size
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 300), seeds, st.slices(300))
-def test_slices_are_those_of_the_whole_order(size: int, seed: int, positions: slice) -> None:
-    for order in (KeyedPermutation(size, seed=seed, epoch=1), DatasetOrder(size)):
-        assert order[positions].tolist() == order[:][positions].tolist()
-        assert len(order) == size
-
-
-def test_permutation_is_stable_between_versions() -> None:
-    assert KeyedPermutation(10, seed=0, epoch=0)[:].tolist() == [2, 5, 9, 4, 6, 0, 3, 7, 1, 8]
-    last = KeyedPermutation(10**9, seed=3, epoch=7)[999_999_995:]
-    assert last.tolist() == [
-        479568709,
-        183735647,
-        503252426,
-        852304362,
-        806901040,
-    ]
-    order = KeyedPermutation(50_000, seed=3, epoch=7)[:]
-    assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest() == (
-        "c5548f82c42bc120eb2dbda7360284a21ca64714d5d326c621819f414f5c7f8f"
-    )
-
-
-def test_seeds_epochs_and_sizes_have_independent_orders() -> None:
-    orders = {
-        tuple((KeyedPermutation(size, seed=seed, epoch=epoch)[:50]).tolist())
-        for size in (1000, 1001)
-        for seed in range(10)
-        for epoch in range(10)
-    }
-    assert len(orders) == 200
-
-
-@pytest.mark.parametrize("size", [5000, 1 << 17, 10**9])
-def test_blocks_of_positions_spread_over_blocks_of_indices(size: int) -> None:
-    blocks, per_block = 16, 4096 if size > 10**6 else size // 16
-    counts = numpy.zeros((blocks, blocks))
-    for epoch in range(4):
-        order = KeyedPermutation(size, seed=2, epoch=epoch)
-        for block in range(blocks):
-            start = size * block // blocks
-            counts[block] += numpy.bincount(order[start : start + per_block] * blocks // size, minlength=blocks)
-    expected = 4 * per_block / blocks
-    # Chi-square with at most 240 degrees of freedom: deviation 22.
-    assert 100 < ((counts - expected) ** 2 / expected).sum() < 360
 
 
 batch_sizes = st.integers(1, 40)
