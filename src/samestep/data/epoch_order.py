@@ -1,4 +1,4 @@
-"""Which order a loader has (a shuffle, lengths, or a stream), and its batches."""
+"""Which order a loader has (that of the data set, a shuffle, or lengths), and its batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from samestep.cursor import Cursor, require_position
 from samestep.data.permutations import Indices, Order, global_order, grouped_order
 from samestep.data.sample_reader import set_epoch
-from samestep.data.streams import StreamDataset
 from samestep.errors import DataError, InputError
 
 
@@ -54,9 +53,6 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             self._lengths = numpy.asarray(lengths, dtype=numpy.int64)
             content = self._lengths.tobytes()
         self._digest_of_lengths = hashlib.blake2b(content, digest_size=4).hexdigest()
-        self._stream: StreamDataset | None = None
-        if isinstance(dataset, StreamDataset) and lengths is None:
-            self._stream = dataset
         self._samples = 0
         self._sizes = (-1, -1)  # epoch and length of the data set for which `_samples` holds
         self.cursor = Cursor()
@@ -100,7 +96,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
 
     def settings_of(self, epoch: int) -> dict[str, int | str]:
         """Return the settings on which the batches of an epoch depend; checkpoints contain them."""
-        settings: dict[str, int | str] = {
+        return {
             "samples": self.samples_of(epoch),
             "dataset": len(self._dataset),
             "batch_size": self.batch_size,
@@ -108,16 +104,11 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             "shuffle": self._shuffle,
             "lengths": self._digest_of_lengths,
         }
-        if self._stream is not None:
-            settings |= self._stream.settings(shuffle=self._shuffle)
-        return settings
 
     def order(self, epoch: int) -> Order:
         """Return the samples of an epoch in the order of use, also those `drop_last` leaves out."""
         set_epoch(self._dataset, self.seed, epoch)
         facts: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "shuffle": self._shuffle}
-        if self._stream is not None:
-            return self._stream.order(**facts)
         if self._lengths is not None:
             return grouped_order(self._lengths, self.batch_size, **facts)
         return global_order(len(self._dataset), **facts)
@@ -132,7 +123,8 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         samples = self.samples_of(begin.epoch)
         require_position(begin, samples, self.batch_size)
         for start in range(begin.samples, samples, self.batch_size):
-            yield order[start : min(start + self.batch_size, samples)].tolist()
+            batch = order[start : min(start + self.batch_size, samples)]
+            yield numpy.asarray(batch).tolist()
 
 
 def _require_integer(

@@ -8,41 +8,19 @@ Decisions: docs/decisions/data.md
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy
 from numpy.typing import NDArray
 
 from samestep.distributed.rng import derive_seed
 
 Indices = NDArray[numpy.int64]
+Order = Indices | range  # sample indices of an epoch in the order of use
 
 # Global batches per window of samples that are sorted by length together. A large window gives
 # batches of nearly equal length; at least some windows per epoch keep the samples of a batch
 # different from epoch to epoch.
 _MAX_BATCHES_PER_WINDOW = 50
 _MIN_WINDOWS = 4
-
-
-class Order(Protocol):
-    """Sample indices of an epoch in the order of use: an array, or an object with slices."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, positions: slice, /) -> Indices: ...
-
-
-class DatasetOrder:
-    """Order of the dataset: indices 0 to `size - 1`."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, positions: slice, /) -> Indices:
-        return numpy.arange(*positions.indices(self._size), dtype=numpy.int64)
 
 
 def random_order(size: int, seed: int) -> Indices:
@@ -58,7 +36,7 @@ def random_order(size: int, seed: int) -> Indices:
 def global_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> Order:
     """Return the sample indices of one epoch in the order of use, length `size`."""
     if not shuffle:
-        return DatasetOrder(size)
+        return range(size)
     return random_order(size, derive_seed("order", seed, epoch))
 
 
@@ -71,9 +49,9 @@ def grouped_order(
     the batches are then shuffled. Samples that do not fill a batch are separated before sorting.
     Without `shuffle`, all samples are sorted.
     """
-    order = global_order(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)[:]
     if not shuffle:
-        return order[numpy.argsort(lengths, kind="stable")]
+        return numpy.argsort(lengths, kind="stable")
+    order = random_order(len(lengths), derive_seed("order", seed, epoch))
     batches = len(order) // batch_size
     complete = order[: batches * batch_size]
     rest = order[batches * batch_size :]

@@ -49,7 +49,7 @@ from samestep.recipes.optimizers import (
     schedule_factor,
 )
 from samestep.recipes.recipe_files import DatasetInfo
-from samestep.recipes.samples import IndexedCollate, indexed
+from samestep.recipes.samples import IndexedCollate, IndexedSamples
 from samestep.recipes.training_step import Driver
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
@@ -64,7 +64,6 @@ DATA = {
     "image_list": "samestep.zoo.images:load_image_list",
     "language": "samestep.zoo.language:load_language",
     "segmentation": "samestep.zoo.segmentation:load_segmentation",
-    "stream_images": "samestep.zoo.images:load_stream_images",
     "texts": "samestep.zoo.texts:load_texts",
     "tokens": "samestep.zoo.language:load_tokens",
 }
@@ -93,7 +92,6 @@ TASKS: dict[str, str] = {
     "images": "samestep.zoo.images:image_task",
     "image_list": "samestep.zoo.images:image_task",
     "segmentation": "samestep.zoo.segmentation:segmentation_task",
-    "stream_images": "samestep.zoo.images:image_task",
 }
 
 
@@ -315,7 +313,7 @@ def _loaders(
         "persistent_workers": workers > 0,
     }
     train = loader(
-        indexed(splits.train, skips=skips),
+        IndexedSamples(splits.train, skips=skips),
         batch_size=recipe.batch_size,
         shuffle=True,
         collate_fn=IndexedCollate(splits.train_collate or splits.collate),
@@ -324,7 +322,7 @@ def _loaders(
         **options,
     )
     evaluation = loader(
-        indexed(splits.evaluation, skips=skips),
+        IndexedSamples(splits.evaluation, skips=skips),
         batch_size=recipe.batch_size,
         collate_fn=IndexedCollate(splits.collate),
         lengths=splits.evaluation_lengths,

@@ -1,29 +1,22 @@
-"""Images for classification: class folders, lists, and streams."""
+"""Images for classification: class folders, and lists."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from samestep.data.parquet_files import ParquetFiles
 from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
-from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.image_transforms import ImageTransforms, Transform, image_transforms
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
-from samestep.zoo.options import (
-    require_count,
-    require_path,
-    unusable,
-)
+from samestep.zoo.options import require_path, unusable
 from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -217,81 +210,3 @@ def _invalid_classes(problem: str, fix: str) -> DataError:
 def _unusable(problem: str) -> DataError:
     expected = "an image and a label that is one of the classes"
     return unusable(problem, expected, "correct the row", "E_CLASSES")
-
-
-def load_stream_images(
-    path: str,
-    *,
-    evaluation_path: str,
-    classes: int | Sequence[str],
-    image_column: str = "image",
-    label_column: str = "label",
-    window: int = DEFAULT_WINDOW,
-    **options: Any,
-) -> Splits:
-    """Return the images of Parquet files, with the options of `docs/guides/streams.md`.
-
-    The column of images has encoded images as bytes, or mappings with the key `bytes`; that of
-    labels has class numbers or names, also as bytes. The other options are fields of
-    `ImageTransforms`.
-
-    Raises:
-        InputError: the files cannot be read, or an option is invalid.
-    """
-    transforms = image_transforms(options, load_stream_images)
-    require_count("window", window, 1, DEFAULT_WINDOW)
-    columns = (image_column, label_column)
-    if isinstance(classes, int):
-        classes = [str(number) for number in range(classes)]
-    names = class_names(classes)
-
-    labels = ClassLabels(names)
-
-    def source(address: str, transform: Transform) -> _StreamImages:
-        return _StreamImages(ParquetFiles(address, columns), columns, labels, transform)
-
-    return transforms.splits(
-        StreamDataset(source(path, transforms.train()), window=window),
-        StreamDataset(source(evaluation_path, transforms.validation())),
-        names,
-    )
-
-
-class _StreamImages:
-    """Source of a stream: images and class numbers of rows, with errors that name the row."""
-
-    def __init__(
-        self,
-        files: ParquetFiles,
-        columns: tuple[str, str],
-        labels: ClassLabels,
-        transform: Transform,
-    ) -> None:
-        self.names = files.names
-        self.sizes = files.sizes
-        self.fingerprint = files.fingerprint
-        self._files = files
-        self._columns = columns
-        self._labels = labels
-        self._transform = transform
-
-    def read(self, file: int, index: int) -> tuple[torch.Tensor, int]:
-        """Return one sample; see `FileSource.read`."""
-        row = self._files.read(file, index)
-        place = f"{self._files.place_of(self.names[file])}, sample {index}"
-        image, label = (row.get(name) for name in self._columns)
-        data = image.get("bytes") if isinstance(image, Mapping) else image
-        if not isinstance(data, bytes) or label is None:
-            raise DataError(
-                f"{place} has no encoded image in {self._columns[0]!r} or no label in "
-                f"{self._columns[1]!r}",
-                expected="the bytes of an image file, and a label, in its columns: "
-                f"{', '.join(row)}",
-                fix="set data.options.image_column and data.options.label_column, or write the "
-                "files again",
-                code="E_UNKNOWN_NAME",
-            )
-        if isinstance(label, bytes):
-            label = label.decode(errors="replace")
-        number = self._labels.number(label, place)
-        return self._transform(read_image(BytesIO(data), place)), number

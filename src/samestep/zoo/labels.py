@@ -51,9 +51,9 @@ def class_names(classes: object) -> tuple[str, ...]:
 
 
 class ClassLabels:
-    """Class numbers of labels: integers are class numbers, texts are class names.
+    """Class numbers of labels, which are class names.
 
-    A text can also be a class number, unless some names are other numbers: with names 1 to 3, a
+    A label can also be a class number, unless some names are other numbers: with names 1 to 3, a
     label 2 is ambiguous.
     """
 
@@ -64,20 +64,18 @@ class ClassLabels:
             _NUMBER.fullmatch(name) for name in self._numbers
         )
 
-    def number(self, label: str | int, place: str) -> int:
+    def number(self, label: str, place: str) -> int:
         """Return the class number of a label at `place`.
 
         Raises:
             DataError: the label is not a class.
         """
-        number = label
-        if isinstance(label, str):
-            name = label.strip()
-            number = self._numbers.get(name, -1)
-            is_number = self._reads_numbers and name.isdecimal() and len(name) <= _MAX_DIGITS
-            if name not in self._numbers and is_number:
-                number = int(name)
-        if not isinstance(number, int) or not 0 <= number < len(self._numbers):
+        name = label.strip()
+        number = self._numbers.get(name, -1)
+        is_number = self._reads_numbers and name.isdecimal() and len(name) <= _MAX_DIGITS
+        if name not in self._numbers and is_number:
+            number = int(name)
+        if not 0 <= number < len(self._numbers):
             listed = ", ".join(list(self._numbers)[:_MAX_LISTED])
             expected = f"a class, such as {listed}, or its number from 0"
             fix = "correct the label or data.options.classes"
