@@ -1,4 +1,10 @@
-"""Which order a loader has (that of the data set, a shuffle, or lengths), and its batches."""
+"""Order of the samples of an epoch, and its batches.
+
+The order is that of the data set, a shuffle, or groups of similar length: a function of numbers
+alone, such as seed and epoch.
+
+Decisions: docs/decisions/data.md
+"""
 
 from __future__ import annotations
 
@@ -10,11 +16,20 @@ from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from samestep.cursor import Cursor, require_position
-from samestep.data.permutations import Indices, Order, global_order, grouped_order
 from samestep.data.sample_reader import set_epoch
+from samestep.distributed.rng import derive_seed
 from samestep.errors import DataError, InputError
+
+Indices = NDArray[numpy.int64]
+
+# Global batches per window of samples that are sorted by length together. A large window gives
+# batches of nearly equal length; at least some windows per epoch keep the samples of a batch
+# different from epoch to epoch.
+_MAX_BATCHES_PER_WINDOW = 50
+_MIN_WINDOWS = 4
 
 
 class EpochOrder(torch.utils.data.Sampler[list[int]]):
@@ -105,13 +120,17 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             "lengths": self._digest_of_lengths,
         }
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> Indices | range:
         """Return the samples of an epoch in the order of use, also those `drop_last` leaves out."""
         set_epoch(self._dataset, self.seed, epoch)
-        facts: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "shuffle": self._shuffle}
+        size = len(self._dataset)
+        if self._shuffle and self._lengths is not None:
+            return grouped_order(self._lengths, self.batch_size, seed=self.seed, epoch=epoch)
+        if self._shuffle:
+            return shuffled_order(size, seed=self.seed, epoch=epoch)
         if self._lengths is not None:
-            return grouped_order(self._lengths, self.batch_size, **facts)
-        return global_order(len(self._dataset), **facts)
+            return numpy.argsort(self._lengths, kind="stable")
+        return range(size)
 
     def __len__(self) -> int:
         """Number of batches of the epoch of the cursor."""
@@ -125,6 +144,39 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         for start in range(begin.samples, samples, self.batch_size):
             batch = order[start : min(start + self.batch_size, samples)]
             yield numpy.asarray(batch).tolist()
+
+
+def _random_order(size: int, seed: int) -> Indices:
+    """Return a random permutation of `range(size)`.
+
+    It sorts random keys, the raw output of Philox (Salmon et al., "Parallel random numbers: as easy
+    as 1, 2, 3", 2011), which NumPy keeps stable between versions, unlike its `permutation`.
+    """
+    keys = numpy.random.Philox(key=seed).random_raw(size)
+    return numpy.argsort(keys, kind="stable").astype(numpy.int64)
+
+
+def shuffled_order(size: int, *, seed: int, epoch: int) -> Indices:
+    """Return the sample indices of one epoch in random order, length `size`."""
+    return _random_order(size, derive_seed("order", seed, epoch))
+
+
+def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int) -> Indices:
+    """Return the sample indices of one epoch, with samples of similar length in one global batch.
+
+    Windows of several global batches of `shuffled_order` are sorted by length and cut into batches;
+    the batches are then shuffled. Samples that do not fill a batch are separated before sorting.
+    """
+    order = shuffled_order(len(lengths), seed=seed, epoch=epoch)
+    batches = len(order) // batch_size
+    complete = order[: batches * batch_size]
+    rest = order[batches * batch_size :]
+    batches_per_window = min(_MAX_BATCHES_PER_WINDOW, max(1, batches // _MIN_WINDOWS))
+    window = numpy.arange(len(complete)) // (batches_per_window * batch_size)
+    rows = complete[numpy.lexsort((lengths[complete], window))].reshape(batches, batch_size)
+    rows = rows[_random_order(batches, derive_seed("order", seed, epoch, batch_size))]
+    # Samples stay sorted within a batch, because each microbatch is padded separately.
+    return numpy.concatenate([rows.reshape(-1), rest[numpy.argsort(lengths[rest], kind="stable")]])
 
 
 def _require_integer(
@@ -167,7 +219,7 @@ def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
                 f"samestep.loader(DataLoader(dataset, {name}=...)), whose order is that of torch",
                 code="E_LOADER",
             )
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__"):
         raise InputError(
             f"the dataset {type(dataset).__name__} has no length and index",
             "a dataset with __len__ and __getitem__: order, augmentation and resumption are "
