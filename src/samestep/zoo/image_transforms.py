@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -11,11 +11,10 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch.utils.data import default_collate
 
-from samestep.data.batch import Collate, SizedDataset
+from samestep.data.batch import Collate
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.image_files import crop_long_image
 from samestep.zoo.options import validated
-from samestep.zoo.splits import Splits
 
 make_torchvision_importable()
 
@@ -142,19 +141,6 @@ class ImageTransforms:
         resize = v2.Resize(size, interpolation=v2.InterpolationMode(self.interpolation))
         steps = [crop_long_image, resize, v2.CenterCrop(self.image_size)]
         return _composed([*steps, *self._normalized()])
-
-    def splits(
-        self, train: SizedDataset, evaluation: SizedDataset, classes: Sequence[str], **others: Any
-    ) -> Splits:
-        """Return the splits of transformed images, with other attributes of `Splits`."""
-        return Splits(
-            train=train,
-            evaluation=evaluation,
-            classes=tuple(classes),
-            reads_files=True,
-            train_collate=self.augmentation.collate(len(classes)),
-            **others,
-        )
 
     def _normalized(self) -> list[Callable[..., Any]]:
         return [

@@ -1,4 +1,4 @@
-"""Images for classification: class folders, and lists."""
+"""Images for classification: class folders and lists."""
 
 from __future__ import annotations
 
@@ -170,10 +170,12 @@ def _splits(
     classes: Sequence[str],
     transforms: ImageTransforms,
 ) -> Splits:
-    return transforms.splits(
-        LabeledImages(train, transforms.train()),
-        LabeledImages(validation, transforms.validation()),
-        classes,
+    return Splits(
+        train=LabeledImages(train, transforms.train()),
+        evaluation=LabeledImages(validation, transforms.validation()),
+        classes=tuple(classes),
+        reads_files=True,
+        train_collate=transforms.augmentation.collate(len(classes)),
         fingerprint=fingerprint_of([str(sample.source) for sample in train]),
     )
 

@@ -70,11 +70,10 @@ class ClassLabels:
         Raises:
             DataError: the label is not a class.
         """
-        name = label.strip()
-        number = self._numbers.get(name, -1)
-        is_number = self._reads_numbers and name.isdecimal() and len(name) <= _MAX_DIGITS
-        if name not in self._numbers and is_number:
-            number = int(name)
+        number = self._numbers.get(label, -1)
+        is_number = self._reads_numbers and label.isdecimal() and len(label) <= _MAX_DIGITS
+        if label not in self._numbers and is_number:
+            number = int(label)
         if not 0 <= number < len(self._numbers):
             listed = ", ".join(list(self._numbers)[:_MAX_LISTED])
             expected = f"a class, such as {listed}, or its number from 0"
