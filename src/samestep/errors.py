@@ -74,7 +74,6 @@ CODES = {
     "E_OUTPUT": "An output exists, cannot be written, or would replace an input or another output.",
     "E_OPTION_CONFLICT": "Two command-line options exclude each other, or one is missing.",
     "E_FILE_MISSING": "An input file does not exist.",
-    "E_FILE_CHANGED": "A file of a dataset has changed during a run.",
     "E_LOADER": "A dataset, sampler or argument of a loader cannot be used, or no batch was.",
     "E_METRIC": "A metric is unknown, or does not support the outputs, targets or classes.",
     "E_LOCKED": "Another process writes to the directory, or its lock file cannot be used.",

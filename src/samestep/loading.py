@@ -36,7 +36,6 @@ _LOADER_DEFAULTS: dict[str, Any] = {
     "persistent_workers": False,
     "in_order": True,
     "seed": None,
-    "order": "auto",
     "lengths": None,
 }
 
@@ -56,12 +55,9 @@ def loader(
         options: keyword arguments of `DataLoader`. With a data set also:
             `seed`: seed of order and random numbers, 0 if omitted; a `generator` gives its initial
                 seed.
-            `order`: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory) or `auto`.
             `lengths`: one length per sample; samples of similar length share a batch, to reduce
                 padding.
-            `sampler`: function of (seed, epoch) that returns indices. It is drawn once per epoch,
-                with generators that are seeded by seed and epoch. A sampler of torch belongs to a
-                `DataLoader`.
+            A sampler belongs to a `DataLoader`.
 
     Raises:
         InputError: an argument is invalid, or arguments do not fit together.

@@ -15,7 +15,7 @@ from helpers.permissions import without_access
 from helpers.system import events, here, samestep, state_of, tree, weights
 from samestep.cli import launch_options
 from samestep.cli.main import main
-from samestep.data.permutations import global_order
+from samestep.data.epoch_order import shuffled_order
 from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 from samestep.launcher.launch import StoppedError
 from samestep.zoo.images import LabeledImages, load_images
@@ -351,7 +351,7 @@ def in_a_later_step(pictures: Path) -> Path:
     """Return a training image of the third batch of the first epoch."""
     train = load_images(str(pictures), image_size=16).train
     assert isinstance(train, LabeledImages)
-    index = int(global_order(len(train), seed=0, epoch=0, shuffle=True)[2 * 4])
+    index = int(shuffled_order(len(train), seed=0, epoch=0)[2 * 4])
     return train.samples[index][0]
 
 

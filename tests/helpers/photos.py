@@ -15,6 +15,8 @@ SMALL = (
     "epochs=2",
     "metrics=[]",
 )
+FOLDERS = ("data.options.path=photos", "data.options.evaluation_path=photos_val", *SMALL)
+FOLDER_STEPS = 25  # of an epoch
 
 
 class SmallNet(torch.nn.Sequential):
@@ -32,6 +34,12 @@ def write_photos(root: Path, count: int = 24) -> None:
         folder = root / "ab"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number:02}.jpg").write_bytes(random_jpeg(generator, 60, 80))
+
+
+def write_folders(root: Path) -> None:
+    """Write the training and validation images of `FOLDERS`."""
+    write_photos(root / "photos", 8 * FOLDER_STEPS)
+    write_photos(root / "photos_val", 20)
 
 
 def random_jpeg(generator: numpy.random.Generator, height: int, width: int) -> bytes:

@@ -1,6 +1,5 @@
 """The recipe `digits` gives the same bits on any number of processes."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +39,6 @@ def test_1_and_4_processes_give_the_same_bits(tmp_path: Path) -> None:
     assert {"train_loss", "train_accuracy", "loss", "accuracy"} <= one["evaluations"][0].keys()
     assert len(one["steps"]) == 2 * 12  # 1,437 samples: eleven batches of 128 and one of 29
     assert four == one
-
-
-@pytest.mark.long
-def test_keyed_order_gives_the_same_bits_after_a_resumption_on_other_processes(tmp_path: Path) -> None:
-    keyed = (*SMALL, "data.order=keyed")
-    one, *others = (train(tmp_path, processes, *keyed) for processes in (1, 2, 3, 4))
-    assert others == [one] * 3
-    assert one["weights"] != train(tmp_path, 1, *SMALL, name="shuffled")["weights"]
-    stopped = ["data.order=keyed", *SMALL, "--checkpoint-every=5"]
-    assert here("train", "digits", "--exact", "--processes", 3, "--name", "resumed", *stopped, cwd=tmp_path) == 0
-    folder = tmp_path / "runs" / "resumed"
-    assert weights(folder) == one["weights"]
-    for checkpoint in sorted((folder / "checkpoints").glob("step-*"))[1:]:
-        shutil.rmtree(checkpoint)
-    assert here("resume", "runs/resumed", "--processes", 2, cwd=tmp_path) == 0
-    assert weights(folder) == one["weights"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from samestep.config.recipe import (
     RecipeStep,
     Reduction,
     RunOptions,
-    SampleOrder,
     ScheduleConfig,
     default_workers,
 )

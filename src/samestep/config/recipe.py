@@ -16,7 +16,6 @@ from samestep.config.strategy import StrategyConfig
 from samestep.config.validation import Constrained, require
 
 BadSamples = Literal["stop", "skip"]
-SampleOrder = Literal["auto", "shuffled", "keyed"]
 LearningRateRule = Literal["fixed", "linear", "sqrt"]
 Reduction = Literal["exact", "fast"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -58,17 +57,12 @@ class DataConfig(NamedConfig):
             out of its microbatch, and counts and logs the sample.
         drop_last: leave out the last batch of a training epoch if it has fewer samples than
             `batch_size`.
-        order: random order of training samples: `shuffled` takes memory and time in proportion to
-            the samples in each epoch, `keyed` neither; `auto` is `keyed` for more than 10,000,000
-            samples, otherwise `shuffled`. The orders differ. Not for samples grouped by length,
-            which are `shuffled`.
     """
 
     key_prefix: ClassVar[str] = "data."
 
     bad_samples: BadSamples = "stop"
     drop_last: bool = False
-    order: SampleOrder = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,53 +1,35 @@
-"""Which order a loader has (a shuffle, lengths, or a sampler of the script), and its batches."""
+"""Order of the samples of an epoch, and its batches.
+
+The order is that of the data set, a shuffle, or groups of similar length: a function of numbers
+alone, such as seed and epoch.
+
+Decisions: docs/decisions/data.md
+"""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
-from typing import Any, get_args
+from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
-from samestep.config import SampleOrder
 from samestep.cursor import Cursor, require_position
-from samestep.data.permutations import (
-    Indices,
-    Order,
-    global_order,
-    grouped_order,
-    repeats_of,
-    resolve_order,
-)
 from samestep.data.sample_reader import set_epoch
-from samestep.data.streams import StreamDataset
-from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.rng import derive_seed
 from samestep.errors import DataError, InputError
-from samestep.launcher.process_state import process_state
 
-_EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
-    "sampler": ("shuffle", "lengths", "order"),
-    "generator": ("seed",),
-    "lengths": ("order",),
-}
+Indices = NDArray[numpy.int64]
 
-
-Sampler = Callable[[int, int], Iterable[Any]]  # of a script: from seed and epoch to indices
-
-_MOST_DRAWN = 2**20  # in an epoch of a small data set
-
-
-class IndexBatch(list[int]):
-    """Indices of one batch.
-
-    Attributes:
-        repeats: how often each index occurs before in the epoch; None for never.
-    """
-
-    repeats: list[int] | None = None
+# Global batches per window of samples that are sorted by length together. A large window gives
+# batches of nearly equal length; at least some windows per epoch keep the samples of a batch
+# different from epoch to epoch.
+_MAX_BATCHES_PER_WINDOW = 50
+_MIN_WINDOWS = 4
 
 
 class EpochOrder(torch.utils.data.Sampler[list[int]]):
@@ -75,34 +57,27 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         else:
             seed = options["seed"] or 0
             self.seed = _require_integer("seed", seed, at_least=0, at_most=2**64 - 1, example=0)
-        self._sampler: Sampler | None = options["sampler"]
-        _require_function(self._sampler, options["batch_sampler"])
         size = options["batch_size"]
         self.batch_size = _require_integer("batch_size", size, at_least=1, example=64)
         self._shuffle = bool(options["shuffle"])
         self._drop_last = bool(options["drop_last"])
         lengths: Sequence[int] | None = options["lengths"]
-        self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
-        self._kind: SampleOrder = "shuffled"
-        if self._shuffle and lengths is None:
-            self._kind = options["order"]
-        self._stream: StreamDataset | None = None
-        has_indices = self._sampler is not None or lengths is not None
-        if isinstance(dataset, StreamDataset) and options["order"] == "auto" and not has_indices:
-            self._stream = dataset
+        self._lengths: Indices | None = None
+        content = b""
+        if lengths is not None:
+            self._lengths = numpy.asarray(lengths, dtype=numpy.int64)
+            content = self._lengths.tobytes()
+        self._digest_of_lengths = hashlib.blake2b(content, digest_size=4).hexdigest()
         self._samples = 0
         self._sizes = (-1, -1)  # epoch and length of the data set for which `_samples` holds
-        self._settings: dict[tuple[int, int], dict[str, int | str]] = {}
         self.cursor = Cursor()
         self.samples_of(0)
-        if self._sampler is not None:
-            _require_equal_on_other_ranks(self._sampler, len(dataset), self.seed)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
         if (epoch, len(self._dataset)) != self._sizes:
             set_epoch(self._dataset, self.seed, epoch)
-            samples = len(self._dataset) if self._sampler is None else len(self.order(epoch))
+            samples = len(self._dataset)
             self._require_samples(samples)
             if self._drop_last:
                 samples -= samples % self.batch_size
@@ -136,62 +111,26 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
 
     def settings_of(self, epoch: int) -> dict[str, int | str]:
         """Return the settings on which the batches of an epoch depend; checkpoints contain them."""
-        samples = self.samples_of(epoch)
-        key = (epoch, len(self._dataset))
-        if key in self._settings:  # saves of an epoch draw its order once
-            return self._settings[key]
-        drawn = ""
-        if self._sampler is not None:
-            drawn = _digest(self.order(epoch)[:samples])
-        settings: dict[str, int | str] = {
-            "samples": samples,
+        return {
+            "samples": self.samples_of(epoch),
             "dataset": len(self._dataset),
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self._shuffle,
-            "order": resolve_order(self._kind, len(self._dataset)),
-            "sampler": drawn,
-            "lengths": _digest(self._lengths),
+            "lengths": self._digest_of_lengths,
         }
-        if self._stream is not None:
-            settings |= self._stream.settings(shuffle=self._shuffle)
-        self._settings = {key: settings}
-        return settings
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> Indices | range:
         """Return the samples of an epoch in the order of use, also those `drop_last` leaves out."""
         set_epoch(self._dataset, self.seed, epoch)
-        facts: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "shuffle": self._shuffle}
-        if self._stream is not None:
-            return self._stream.order(**facts)
-        if self._sampler is not None:
-            return self._drawn(self._sampler, epoch)
+        size = len(self._dataset)
+        if self._shuffle and self._lengths is not None:
+            return grouped_order(self._lengths, self.batch_size, seed=self.seed, epoch=epoch)
+        if self._shuffle:
+            return shuffled_order(size, seed=self.seed, epoch=epoch)
         if self._lengths is not None:
-            return grouped_order(self._lengths, self.batch_size, **facts)
-        return global_order(len(self._dataset), order=self._kind, **facts)
-
-    def _drawn(self, sampler: Sampler, epoch: int) -> Indices:
-        """Return the indices of a sampler.
-
-        Raises:
-            InputError: `draw` fails, or an index is not that of a sample.
-        """
-        drawn = _draw(sampler, len(self._dataset), self.seed, epoch)
-        try:
-            order = numpy.fromiter(map(operator.index, drawn), dtype=numpy.int64)
-        except TypeError as error:
-            raise _sampler_error(
-                f"the sampler yields a {type(drawn[0]).__name__} in place of an index",
-                "indices of samples",
-                "return the indices of the samples",
-            ) from error
-        if order.size and not 0 <= order.min() <= order.max() < len(self._dataset):
-            raise _sampler_error(
-                f"the sampler yields indices from {order.min()} to {order.max()}",
-                f"indices from 0 to {len(self._dataset) - 1}, those of the samples of the dataset",
-                "create the sampler from the dataset of the loader",
-            )
-        return order
+            return numpy.argsort(self._lengths, kind="stable")
+        return range(size)
 
     def __len__(self) -> int:
         """Number of batches of the epoch of the cursor."""
@@ -202,81 +141,42 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         order = self.order(begin.epoch)
         samples = self.samples_of(begin.epoch)
         require_position(begin, samples, self.batch_size)
-        repeats = repeats_of(order[:]) if self._sampler is not None else None
         for start in range(begin.samples, samples, self.batch_size):
-            span = slice(start, min(start + self.batch_size, samples))
-            batch = IndexBatch(order[span].tolist())
-            if repeats is not None and repeats[span].any():
-                batch.repeats = repeats[span].tolist()
-            yield batch
+            batch = order[start : min(start + self.batch_size, samples)]
+            yield numpy.asarray(batch).tolist()
 
 
-def _digest(indices: Indices | None) -> str:
-    content = b"" if indices is None else indices.tobytes()
-    return hashlib.blake2b(content, digest_size=4).hexdigest()
+def _random_order(size: int, seed: int) -> Indices:
+    """Return a random permutation of `range(size)`.
 
-
-def _draw(sampler: Sampler, samples: int, seed: int, epoch: int) -> list[Any]:
-    """Return the indices of one epoch, drawn with global generators that are seeded for it.
-
-    Raises:
-        InputError: the epoch does not end.
+    It sorts random keys, the raw output of Philox (Salmon et al., "Parallel random numbers: as easy
+    as 1, 2, 3", 2011), which NumPy keeps stable between versions, unlike its `permutation`.
     """
-    with preserved_generators():
-        seed_generators(derive_seed("order", seed, epoch))
-        drawn = sampler(seed, epoch)
-        most = max(_MOST_DRAWN, 100 * samples)
-        if isinstance(drawn, Sized):
-            most = max(most, len(drawn))
-        collected = list(islice(drawn, most + 1))
-    if len(collected) > most:
-        raise _sampler_error(
-            f"the sampler yields more than {most:,} indices of {samples:,} samples",
-            "a sampler whose epochs end",
-            "end its iteration after one epoch: the loop over epochs is that of the script",
-        )
-    return collected
+    keys = numpy.random.Philox(key=seed).random_raw(size)
+    return numpy.argsort(keys, kind="stable").astype(numpy.int64)
 
 
-def _require_equal_on_other_ranks(sampler: Sampler, samples: int, seed: int) -> None:
-    """Require that a sampler of the script draws the same in a world of another size."""
-    world = process_state.world
-    if world is None:
-        return
-    drawn = list(map(repr, _draw(sampler, samples, seed, epoch=0)))
-    size = world.size
-    try:
-        object.__setattr__(world, "size", size + 1)  # it is frozen; no other code runs meanwhile
-        other = list(map(repr, _draw(sampler, samples, seed, epoch=0)))
-    finally:
-        object.__setattr__(world, "size", size)
-    if other != drawn:
-        raise _sampler_error(
-            f"the sampler draws other indices with {size + 1} processes than with {size}",
-            "an order that does not depend on the number of processes",
-            "leave world.size out of the sampler: the loader divides each global batch",
-        )
+def shuffled_order(size: int, *, seed: int, epoch: int) -> Indices:
+    """Return the sample indices of one epoch in random order, length `size`."""
+    return _random_order(size, derive_seed("order", seed, epoch))
 
 
-def _require_function(sampler: Any, batch_sampler: Any) -> None:
-    """Require that a sampler is a function of (seed, epoch): a loader of torch has others.
+def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int) -> Indices:
+    """Return the sample indices of one epoch, with samples of similar length in one global batch.
 
-    Raises:
-        InputError: it is an object with an order of its own.
+    Windows of several global batches of `shuffled_order` are sorted by length and cut into batches;
+    the batches are then shuffled. Samples that do not fill a batch are separated before sorting.
     """
-    for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
-        is_function = callable(value) and not isinstance(value, Iterable) and name == "sampler"
-        if value is not None and not is_function:
-            raise _sampler_error(
-                f"samestep.loader received the {name} {type(value).__name__} and a data set",
-                "sampler=lambda seed, epoch: ..., which returns the indices of an epoch",
-                f"samestep.loader(DataLoader(dataset, {name}=...)), whose order is that of torch",
-            )
-
-
-def _sampler_error(value: str, expected: str, fix: str) -> InputError:
-    """Return the error of a sampler that cannot be divided or resumed."""
-    return InputError(value, expected, fix, code="E_LOADER")
+    order = shuffled_order(len(lengths), seed=seed, epoch=epoch)
+    batches = len(order) // batch_size
+    complete = order[: batches * batch_size]
+    rest = order[batches * batch_size :]
+    batches_per_window = min(_MAX_BATCHES_PER_WINDOW, max(1, batches // _MIN_WINDOWS))
+    window = numpy.arange(len(complete)) // (batches_per_window * batch_size)
+    rows = complete[numpy.lexsort((lengths[complete], window))].reshape(batches, batch_size)
+    rows = rows[_random_order(batches, derive_seed("order", seed, epoch, batch_size))]
+    # Samples stay sorted within a batch, because each microbatch is padded separately.
+    return numpy.concatenate([rows.reshape(-1), rest[numpy.argsort(lengths[rest], kind="stable")]])
 
 
 def _require_integer(
@@ -311,16 +211,15 @@ def _require_integer(
 
 def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
     """Require a dataset with an index, and arguments of a loader that fit together."""
-    order = arguments["order"]
-    orders = get_args(SampleOrder)
-    if order not in orders:
-        raise InputError(
-            f"order of a loader is {order!r}",
-            f"one of {', '.join(orders)}",
-            "leave out order, or order='auto'",
-            code="E_VALUE",
-        )
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+    for name in ("sampler", "batch_sampler"):
+        if arguments[name] is not None:
+            raise InputError(
+                f"samestep.loader received a {name} and a data set",
+                "a data set with the order of samestep.loader, or a DataLoader with its sampler",
+                f"samestep.loader(DataLoader(dataset, {name}=...)), whose order is that of torch",
+                code="E_LOADER",
+            )
+    if not hasattr(dataset, "__len__"):
         raise InputError(
             f"the dataset {type(dataset).__name__} has no length and index",
             "a dataset with __len__ and __getitem__: order, augmentation and resumption are "
@@ -329,13 +228,10 @@ def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
             "files and offsets",
             code="E_LOADER",
         )
-    # Not `value not in (None, False)`: a seed of 0 is present, and lengths can be an array.
-    absent = (None, False)
-    present = {name for name, value in arguments.items() if not any(value is one for one in absent)}
-    if order != "keyed":  # the order of lengths is `shuffled`
-        present.discard("order")
-    for one, others in _EXCLUSIVE.items():
-        other = next((name for name in others if name in present), None)
-        if one in present and other is not None:
-            problem = f"{one} and {other} of a loader exclude each other"
-            raise InputError(problem, "one of them", f"leave out {other}", code="E_LOADER")
+    if arguments["generator"] is not None and arguments["seed"] is not None:
+        raise InputError(
+            "generator and seed of a loader exclude each other",
+            "one of them",
+            "leave out seed",
+            code="E_LOADER",
+        )

@@ -44,7 +44,7 @@ from samestep.data.batch_plan import (
     small_leaves,
     unpack,
 )
-from samestep.data.epoch_order import IndexBatch
+from samestep.data.epoch_order import EpochOrder
 from samestep.data.own_rows_decision import CheckingReader, values_of_samples
 from samestep.data.sample_reader import (
     Decision,
@@ -214,9 +214,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             return index
         indices = list(index)
         repeats: list[int] | None = None
-        if isinstance(index, IndexBatch):
-            repeats = index.repeats
-        elif self._counts_repeats:
+        if self._counts_repeats:
             repeats = []
             for one in indices:
                 repeats.append(self._drawn[one])
@@ -456,6 +454,8 @@ class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
 
 def _draws_once(loader: DataLoader[Any]) -> bool:
     """Whether the sampler of a loader draws no index twice in an epoch."""
+    if isinstance(loader.batch_sampler, EpochOrder):
+        return True
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)

@@ -1,4 +1,4 @@
-"""Files of a folder, and sources of samples in files."""
+"""Files of a folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 
 def files_below(root: Path) -> list[Path]:
@@ -50,26 +49,7 @@ def by_suffix(files: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
     return [file for file in files if file.name.lower().endswith(endings)]
 
 
-def fingerprint_of(
-    names: Sequence[str], sizes: Sequence[int] = (), checksums: Sequence[str] = ()
-) -> str:
-    """Return a hash of names, sizes and checksums of files, as 32 hexadecimal digits."""
-    content = json.dumps([list(names), [int(size) for size in sizes], list(checksums)])
+def fingerprint_of(names: Sequence[str], checksums: Sequence[str] = ()) -> str:
+    """Return a hash of names and checksums of files, as 32 hexadecimal digits."""
+    content = json.dumps([list(names), list(checksums)])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
-
-
-class FileSource(Protocol):
-    """Samples in files, in a fixed order of files; pickled or forked into loader workers.
-
-    Attributes:
-        names: name of each file, the same on all machines.
-        sizes: number of samples in each file; 0 is possible.
-        fingerprint: hash that is equal for equal samples, such as `fingerprint_of`.
-    """
-
-    names: list[str]
-    sizes: list[int]
-    fingerprint: str
-
-    def read(self, file: int, index: int) -> Any:
-        """Return sample `index` of a file of `names`."""

@@ -27,9 +27,7 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 # not drawn yet.
 _PYTHON_STATE = "<625I?d"
 _NUMPY_STATE = "<625Iid"
-Purpose = Literal[
-    "order", "keyed order", "sample", "collate", "shard", "evaluation", "model", "files", "window"
-]
+Purpose = Literal["order", "sample", "collate", "shard", "evaluation", "model"]
 
 
 def derive_seed(purpose: Purpose, *facts: int) -> int:

@@ -47,7 +47,7 @@ from samestep.recipes.optimizers import (
     scale_rates,
     schedule_factor,
 )
-from samestep.recipes.samples import IndexedCollate, indexed
+from samestep.recipes.samples import IndexedCollate, IndexedSamples
 from samestep.recipes.training_step import Driver
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
@@ -284,17 +284,16 @@ def _loaders(
         "persistent_workers": workers > 0,
     }
     train = loader(
-        indexed(splits.train, skips=skips),
+        IndexedSamples(splits.train, skips=skips),
         batch_size=recipe.batch_size,
         shuffle=True,
-        order=recipe.data.order,
         collate_fn=IndexedCollate(splits.train_collate or splits.collate),
         lengths=splits.train_lengths,
         drop_last=recipe.data.drop_last or is_single,
         **options,
     )
     evaluation = loader(
-        indexed(splits.evaluation, skips=skips),
+        IndexedSamples(splits.evaluation, skips=skips),
         batch_size=recipe.batch_size,
         collate_fn=IndexedCollate(splits.collate),
         lengths=splits.evaluation_lengths,

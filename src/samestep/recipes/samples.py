@@ -10,7 +10,6 @@ import torch
 
 from samestep.cursor import Cursor
 from samestep.data.batch import Collate, SizedDataset, map_tensors
-from samestep.data.streams import StreamDataset
 from samestep.data.whole_batches import WholeBatches
 from samestep.errors import DataError
 from samestep.microbatches import microbatch_bounds
@@ -61,24 +60,6 @@ class IndexedSamples:
             if not self._skips:
                 raise
             return index, _Unusable(error.value)
-
-
-class _IndexedStream(StreamDataset):
-    """The same for a stream, in the order of its files."""
-
-    def __init__(self, stream: StreamDataset, *, skips: bool) -> None:
-        vars(self).update(vars(stream))
-        self._indexed = IndexedSamples(stream, skips=skips)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._indexed[index]
-
-
-def indexed(dataset: SizedDataset, *, skips: bool) -> SizedDataset:
-    """Return a data set of pairs of index and sample; see `IndexedSamples`."""
-    if isinstance(dataset, StreamDataset):
-        return _IndexedStream(dataset, skips=skips)
-    return IndexedSamples(dataset, skips=skips)
 
 
 class IndexedCollate:

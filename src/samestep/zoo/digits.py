@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
-from samestep.data.permutations import global_order
+from samestep.data.epoch_order import shuffled_order
 from samestep.zoo.image_files import file_errors, open_image
 from samestep.zoo.splits import Splits, Task, top_classes
 
@@ -51,7 +51,7 @@ def load_digits(*, shift: int = 1) -> Splits:
     rows = numpy.loadtxt(_TABLE, delimiter=",")
     images = torch.tensor(rows[:, :64], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     labels = torch.tensor(rows[:, 64], dtype=torch.int64)
-    order = torch.from_numpy(global_order(len(images), seed=_SPLIT_SEED, epoch=0, shuffle=True))
+    order = torch.from_numpy(shuffled_order(len(images), seed=_SPLIT_SEED, epoch=0))
     validation = order[:_VALIDATION]
     train = order[_VALIDATION:]
     return Splits(

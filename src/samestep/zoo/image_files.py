@@ -9,7 +9,6 @@ import errno
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 
 import numpy
@@ -40,14 +39,14 @@ _FILE_ERRNOS = (
 _MAX_ASPECT_RATIO = 4
 
 
-def read_image(source: Path | BytesIO, name: str = "") -> Image.Image:
-    """Return the first image of a file as RGB; `name` is that of the file in errors.
+def read_image(path: Path) -> Image.Image:
+    """Return the first image of a file as RGB.
 
     Raises:
         DataError: the file is missing, damaged or no image, or has more than 16 bits per channel.
         RunError: the disk or the network failed.
     """
-    with file_errors(name or str(source), "an image"), open_image(source) as image:
+    with file_errors(path, "an image"), open_image(path) as image:
         return _to_rgb(image)
 
 
@@ -70,13 +69,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def open_image(source: Path | BytesIO) -> Iterator[Image.Image]:
+def open_image(path: Path) -> Iterator[Image.Image]:
     """Yield the first image of a file, in the orientation of its camera.
 
     Invalid files raise exceptions of any type.
     """
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
-        image = Image.open(source, formats=_FORMATS)
+        image = Image.open(path, formats=_FORMATS)
     with image:
         # Cameras store the orientation separately from the pixels.
         ImageOps.exif_transpose(image, in_place=True)

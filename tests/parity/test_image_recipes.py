@@ -1,4 +1,4 @@
-"""A recipe with a stream gives one SHA-256 on any number of processes and workers, also killed and resumed."""
+"""A recipe of images gives one SHA-256 on any number of processes and workers, also killed and resumed."""
 
 import signal
 from collections.abc import Sequence
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import sample_files
-from helpers.sample_files import IMAGE_STEPS, IMAGES
+from helpers.photos import FOLDER_STEPS, FOLDERS, write_folders
 from helpers.system import Running, events, here, last_saved, state_of, weights
 
 LONG = pytest.mark.long
@@ -16,15 +15,15 @@ LONG = pytest.mark.long
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
-    sample_files.write_images(root)
+    write_folders(root)
     return root
 
 
 @pytest.fixture(scope="module")
 def alone(data: Path) -> tuple[str, str]:
     """Weights of one process without workers."""
-    assert here("train", "images", "--exact", "--name", "alone", *IMAGES, cwd=data) == 0
-    assert len(events(data / "runs/alone", "step")) == 2 * IMAGE_STEPS
+    assert here("train", "images", "--exact", "--name", "alone", *FOLDERS, cwd=data) == 0
+    assert len(events(data / "runs/alone", "step")) == 2 * FOLDER_STEPS
     return weights(data / "runs/alone")
 
 
@@ -38,7 +37,7 @@ def alone(data: Path) -> tuple[str, str]:
 )
 def test_processes_and_workers_change_no_bit(processes: int, workers: int, data: Path, alone: tuple[str, str]) -> None:
     name, machine = f"images-{processes}-{workers}", ("--processes", processes, "--workers", workers)
-    assert here("train", "images", "--exact", "--name", name, *machine, *IMAGES, cwd=data) == 0
+    assert here("train", "images", "--exact", "--name", name, *machine, *FOLDERS, cwd=data) == 0
     assert weights(data / "runs" / name) == alone
 
 
@@ -51,8 +50,8 @@ def test_killed_run_resumes_on_another_number_with_the_same_bits(
     killed: int, resumed: int, workers: int, data: Path, alone: tuple[str, str]
 ) -> None:
     name = f"killed-{killed}"
-    kill(data, "images", name, killed, workers, IMAGES)
-    assert state_of(data / "runs" / name)["step"] % IMAGE_STEPS
+    kill(data, "images", name, killed, workers, FOLDERS)
+    assert state_of(data / "runs" / name)["step"] % FOLDER_STEPS
     machine = ("--processes", resumed, "--workers", 3 - workers)
     assert here("resume", f"runs/{name}", *machine, cwd=data) == 0
     assert weights(data / "runs" / name) == alone
