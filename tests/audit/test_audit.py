@@ -53,7 +53,6 @@ MISTAKES = {
     "loaded_on_main": {"different-parameters"},
     "loss_mean": {"loss-normalisation"},
     "missing_samples": {"missing-samples"},
-    "non_finite": {"non-finite-values"},
     "order_repeated": {"repeated-order"},
     "parameters_initial": {"different-parameters"},
     "parameters_loaded": {"different-parameters"},

@@ -28,7 +28,6 @@ FIXES = {
     "unreduced-gradients": "call the DistributedDataParallel module, not its inner module",
     "schedule-stepped-too-often": "step it once per optimizer step, and count its period in these",
     "loss-normalisation": "divide the sum of each loss by the targets of all ranks",
-    "non-finite-values": "stop at a loss that is not finite; lower the learning rate, or clip",
     "files-written-by-several-ranks": "write on rank 0 only: if dist.get_rank() == 0",
     "independent-copies": "call torch.distributed.init_process_group, and wrap the model in "
     "DistributedDataParallel; or start one process",
@@ -75,7 +74,6 @@ def copy_findings(world: World) -> Iterator[Finding]:
 def step_findings(world: World) -> Iterator[Finding]:
     """Yield the findings of a world about its optimizer steps."""
     updates = _updates(world)
-    yield from _non_finite(world)
     yield from _schedules(world)
     if updates and not any(event["hooked"] for event in updates[0].values()):
         yield from _losses(world, updates)
@@ -227,23 +225,7 @@ def divides_samples(world: World) -> bool:
     )
 
 
-# --- values, schedules and losses ---------------------------------------------------------------
-
-
-def _non_finite(world: World) -> Iterator[Finding]:
-    for rank, events in world.events("update").items():
-        finite: set[str] = set()
-        for event in events:
-            for name, summary in event["values"].items():
-                if summary is None:
-                    continue
-                if all(map(math.isfinite, summary)):
-                    finite.add(name)
-                elif name in finite and event["step"] < events[-1]["step"]:
-                    text = f"{name} is not finite at step {event['step']} on rank {rank}"
-                    text = f"{text}, and the steps continue"
-                    yield Finding("non-finite-values", text, event["line"])
-                    return
+# --- schedules and losses -----------------------------------------------------------------------
 
 
 def _schedules(world: World) -> Iterator[Finding]:

@@ -101,12 +101,6 @@ def test_learning_rate_is_the_cause_of_different_parameters() -> None:
     ]
 
 
-def test_last_step_that_is_not_finite_has_no_finding() -> None:
-    finite, last = update(0, 1.0), update(1, math.nan)
-    assert names([finite, last]) == []
-    assert names([finite, last, update(2, math.nan)]) == ["non-finite-values"]
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_values_that_are_not_finite_are_not_compared(value: float) -> None:
     assert not differs([value, value], [1.0, 1.0])
