@@ -395,7 +395,7 @@ UNREADABLE = {
     ),
     "recipe.yaml": ("report runs/a --out report.html", "top runs/a --once"),
     "events.jsonl": ("report runs/a --out report.html", "top runs/a --once"),
-    "ranks/rank-0.jsonl": ("report runs/a --out report.html", "top runs/a --once"),
+    "ranks/rank-0.jsonl": ("top runs/a --once",),
     "environment.json": ("report runs/a --out report.html", "top runs/a --once"),
 }
 

@@ -198,8 +198,8 @@ class Top(JsonOption):
 class Report(JsonOption):
     """Write one HTML file about one or several runs.
 
-    The page has curves, samples per second, ranks, events and recipes, and needs no other file and
-    no network. Runs can be unfinished.
+    The page has curves, samples per second, events and recipes, and needs no other file and no
+    network. Runs can be unfinished.
     """
 
     example: ClassVar = "samestep report runs/first runs/second --out both.html"

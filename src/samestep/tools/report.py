@@ -108,15 +108,6 @@ def summary(run: Run) -> dict[str, Any]:
         "samples_per_second": float(numpy.median(speeds)) if speeds else None,
         "best": _last_evaluation(run, best),
         "last": _last_evaluation(run, evaluations),
-        "ranks": [
-            {
-                "rank": log.rank,
-                "seconds": log.seconds,
-                "data_share": log.mean("data_share"),
-                "wait_share": log.mean("wait_share"),
-            }
-            for log in run.ranks
-        ],
     }
 
 

@@ -24,7 +24,6 @@ from samestep.tools.run_log import (
     parse_finite,
     parse_line,
     parse_number,
-    rank_files,
     read_objects,
     run_errors,
 )
@@ -155,9 +154,17 @@ def _last_events(path: Path) -> tuple[dict[str, Any], State | None, dict[str, An
     return step, end, failure
 
 
+def _rank_files(folder: Path) -> dict[int, Path]:
+    """Return the files `rank-N.jsonl` in a folder, by rank."""
+    paths = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.jsonl")}
+    # The glob also matches names such as `rank-x` and `rank-00000000`.
+    ranks = {int(text): path for text, path in paths.items() if text.isdecimal() and len(text) < 7}
+    return dict(sorted(ranks.items()))
+
+
 def _read_ranks(folder: Path, processes: int | None, *, is_running: bool) -> list[RankRow]:
     """Return a row for each rank of the last start, or for each file if their number is unknown."""
-    files = rank_files(folder)
+    files = _rank_files(folder)
     ranks = list(files)
     if processes is not None and processes <= _MAX_RANKS:  # otherwise damaged
         ranks = list(range(processes))
