@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,10 +140,11 @@ class EventLog:
         notes: time and text of each note, resume and end.
         resumed: step of each resume.
         step: last completed step.
+        last: event of the last step; empty without one.
         end: event at the end of the run, which can be a failure; None if there is none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         self.curves: dict[str, dict[int, float]] = {name: {} for name in _CURVES}
         self.checksums: dict[int, str] = {}
         self.evaluations: dict[int, dict[str, Any]] = {}
@@ -151,8 +152,9 @@ class EventLog:
         self.notes: list[tuple[float, str]] = []
         self.resumed: list[int] = []
         self.step = 0
+        self.last: dict[str, Any] = {}
         self.end: dict[str, Any] | None = None
-        for event in read_json_lines(path):
+        for event in events:
             self._add(event)
 
     def _add(self, event: dict[str, Any]) -> None:
@@ -181,6 +183,7 @@ class EventLog:
     def _add_at(self, step: int, kind: str, event: dict[str, Any]) -> None:
         if kind == "step":
             self.step = step
+            self.last = event
             numbers = {name: event.get(name) for name in _CURVES}
             # The last batch of an epoch can be short, with fewer samples per second.
             if event.get("step_in_epoch", 1) == event.get("steps_in_epoch", 0) > 1:
@@ -284,7 +287,7 @@ def read_run(folder: Path, name: str) -> Run:
         is_loop = (folder / LOOP).is_file()
         if not path.is_file() and not is_loop:
             raise not_a_run(folder)
-        events = EventLog(folder / "events.jsonl")
+        events = EventLog(read_json_lines(folder / "events.jsonl"))
         starts: list[dict[str, Any]] = []
         with suppress(FileNotFoundError, ValueError):  # missing, or damaged
             starts = read_objects(folder / "environment.json")

@@ -14,7 +14,7 @@ from samestep.tools.run_log import EventLog, read_json_lines
 def log_of(path: Path, events: list[dict[str, Any]]) -> EventLog:
     lines = [json.dumps({"time": START + number, **event}) for number, event in enumerate(events)]
     path.write_text("\n".join(lines) + "\n")
-    return EventLog(path)
+    return EventLog(read_json_lines(path))
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
