@@ -37,7 +37,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, RunError, SamestepError
 from samestep.launcher.failure import Failure, RankError
-from samestep.launcher.launch import LaunchConfig, LaunchResult, launch, run_workers
+from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
@@ -253,8 +253,7 @@ class FaultOptions(LaunchOptions):
 def gpu_names() -> list[str]:
     """Return the names of this machine's GPUs in torch's order."""
     # A fork of the fork server reads the names: this process does not import torch.
-    function = ByName("samestep.distributed.devices", "gpu_names")
-    names: list[str] = launch(function, processes=1, preload=PRELOAD)
+    names: list[str] = call_in_worker("samestep.distributed.devices", "gpu_names")
     return names
 
 
