@@ -180,17 +180,6 @@ class LaunchOptions(DeviceOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderOptions(LaunchOptions):
-    """Ranks, devices and loader processes of a command with a recipe."""
-
-    group: ClassVar = "loader (results do not depend on these options)"
-
-    workers: int | None = option(
-        "loader processes per rank (default: depends on the cores)", "N", type=count
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class FaultOptions(LaunchOptions):
     """Reaction to failures and to requests to stop."""
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from samestep.cli.launch_options import LoaderOptions, call_in_worker, run_as_rank
+from samestep.cli.launch_options import LaunchOptions, call_in_worker, run_as_rank
 from samestep.cli.options import (
     TRUST,
     DeviceOption,
@@ -16,6 +16,7 @@ from samestep.cli.options import (
     RunArgument,
     SetOption,
     StrategyOptions,
+    WorkersOption,
     argument,
     expanded,
     option,
@@ -45,7 +46,7 @@ _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
+class Eval(JsonOption, StrategyOptions, WorkersOption, LaunchOptions, SetOption):
     """Evaluate a checkpoint of a run, or a file of weights with a recipe.
 
     Every sample counts once, on any number of processes.

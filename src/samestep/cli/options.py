@@ -219,6 +219,17 @@ class DeviceOption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkersOption:
+    """Loader processes."""
+
+    group: ClassVar = "loader (results do not depend on these options)"
+
+    workers: int | None = option(
+        "loader processes per rank (default: depends on the cores)", "N", type=count
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SetOption:
     """Settings of a recipe."""
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.cli.launch_options import (
     FaultOptions,
-    LoaderOptions,
     ReportedError,
     requeue_after,
     run_as_rank,
@@ -30,6 +29,7 @@ from samestep.cli.options import (
     RunArgument,
     SetOption,
     StrategyOptions,
+    WorkersOption,
     count,
     names,
     option,
@@ -179,7 +179,7 @@ def _command(name: str, folder: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(
-    JsonOption, FaultOptions, CheckOptions, CheckpointOptions, StrategyOptions, LoaderOptions
+    JsonOption, CheckOptions, CheckpointOptions, StrategyOptions, WorkersOption, FaultOptions
 ):
     """Options that `train` and `resume` share, and the training."""
 
