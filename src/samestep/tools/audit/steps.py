@@ -6,7 +6,6 @@ import os
 import weakref
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -31,16 +30,6 @@ Values = Mapping[str, torch.Tensor | None]
 Summaries = dict[str, list[float] | None]
 
 
-@dataclass(frozen=True)
-class _Named:
-    """Parameters of an optimizer with their names, until its parameters or the replicas change."""
-
-    key: tuple[Any, ...]
-    parameters: dict[str, torch.Tensor]
-    is_replicated: bool
-    shapes: int  # hash
-
-
 class StepObserver:
     """Observer of the optimizers and `DistributedDataParallel` modules of a process."""
 
@@ -50,7 +39,6 @@ class StepObserver:
         self._optimizer_count = 0
         self._before: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]]
         self._before = weakref.WeakKeyDictionary()
-        self._named: weakref.WeakKeyDictionary[Optimizer, _Named] = weakref.WeakKeyDictionary()
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._finalized_pid = 0
@@ -71,8 +59,8 @@ class StepObserver:
         number = self._optimizers[optimizer]
         before = self._before.pop(optimizer, None)
         if before is not None:
-            named = self._named_parameters(optimizer).parameters
-            gradients = _first_values({name: named[name].grad for name in before["values"]})
+            tensors = before.pop("tensors").items()
+            gradients = _first_values({name: tensor.grad for name, tensor in tensors})
             before["values"], before["gradients"] = _summaries(before["values"], gradients)
             session.emit("update", optimizer=number, **before, line=user_line())
         session.optimizer = number
@@ -94,41 +82,36 @@ class StepObserver:
 
     def _parameters(self, optimizer: Optimizer, step: int, count: int) -> dict[str, Any]:
         """Return first values of some parameters; each step selects others."""
-        named = self._named_parameters(optimizer)
-        names = list(named.parameters)
-        indices = sorted({(step * count + i) % len(names) for i in range(min(count, len(names)))})
-        return {
-            "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "replicated": named.is_replicated,
-            "hooked": any(model._comm_hooks for model in self._replicas),
-            "shapes": named.shapes,
-            "values": _first_values({names[i]: named.parameters[names[i]] for i in indices}),
-        }
-
-    def _named_parameters(self, optimizer: Optimizer) -> _Named:
+        named: dict[str, torch.Tensor] = {}
+        is_replicated = True
         groups = optimizer.param_groups
         parameters: list[torch.Tensor] = [one for group in groups for one in group["params"]]
-        key = (len(self._names), *((id(one), one.requires_grad) for one in parameters))
-        named = self._named.get(optimizer)
-        if named is None or named.key != key:
-            names: dict[str, torch.Tensor] = {}
-            is_replicated = True
-            for i, one in enumerate(parameters):
-                reference, name = self._names.get(id(one), (None, ""))
-                if reference is not None and reference() is one:
-                    names[name] = one
-                else:
-                    names[f"parameter {i}"] = one
-                    is_replicated &= not one.requires_grad
-            shapes = repr([(name, list(parameter.shape)) for name, parameter in names.items()])
-            named = _Named(key, names, is_replicated, zlib.crc32(shapes.encode()))
-            self._named[optimizer] = named
-        return named
+        for i, one in enumerate(parameters):
+            # An id can belong to another tensor by now.
+            reference, name = self._names.get(id(one), (None, ""))
+            if reference is not None and reference() is one:
+                named[name] = one
+            else:
+                named[f"parameter {i}"] = one
+                is_replicated &= not one.requires_grad
+        names = list(named)
+        indices = sorted({(step * count + i) % len(names) for i in range(min(count, len(names)))})
+        tensors = {names[i]: named[names[i]] for i in indices}
+        shapes = repr([(name, list(one.shape)) for name, one in named.items()])
+        return {
+            "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "replicated": is_replicated,
+            "hooked": any(model._comm_hooks for model in self._replicas),
+            "shapes": zlib.crc32(shapes.encode()),
+            "tensors": tensors,
+            "values": _first_values(tensors),
+        }
 
     def _write_end(self) -> None:
         session = self._session
         for optimizer, number in self._optimizers.items():
             state = self._parameters(optimizer, 0, _FIRST_TENSORS)
+            del state["tensors"]
             [values] = _summaries(state.pop("values"))
             session.emit("end", optimizer=number, **state, values=values)
 
