@@ -16,7 +16,7 @@ from helpers.system import events, here, samestep, state_of, tree, weights
 from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.data.permutations import global_order
-from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+from samestep.errors import EXIT_INPUT, EXIT_STOPPED
 from samestep.launcher.launch import StoppedError
 from samestep.zoo.images import LabeledImages, load_images
 
@@ -505,11 +505,3 @@ def test_fix_for_another_recipe_works(run: Path, tmp_path: Path) -> None:
     assert here("train", RECIPE, "--name", "b", *overrides, cwd=tmp_path) == 0
     notes = [event["text"] for event in events(tmp_path / "runs" / "b", "note")]
     assert notes[0] == f"pretrained: {len(load_file(weights_file))} tensors taken, 0 left out"
-
-
-def test_command_in_which_nothing_is_observed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["audit", "--", "python", "-c", ""]) == EXIT_FAILED
-    assert "[E_NOTHING_OBSERVED]" in capsys.readouterr().err
