@@ -334,6 +334,7 @@ def run_as_rank(
     plan = None
     try:
         job = join_job(rank_place, hang_after=options.hang_after)
+        # After the ranks have joined: of the errors of all ranks, one is reported.
         _require_compatible(options, rank_place)
         set_environment(options.environment or {})  # which raises errors that one rank reports
         plan = _share_plan(job, make_plan)

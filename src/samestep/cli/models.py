@@ -95,6 +95,7 @@ class Eval(JsonOption, StrategyOptions, WorkersOption, LaunchOptions, SetOption)
         return EXIT_DONE
 
     def _rank_arguments(self, plan: RunPlan) -> tuple[Any, ...]:
+        # Before anything is computed: an evaluation can take long.
         if self.report is not None:
             value = f"--report {self.report}"
             with output_errors(value, "a writable folder", "--report with another folder"):
@@ -116,6 +117,7 @@ class Eval(JsonOption, StrategyOptions, WorkersOption, LaunchOptions, SetOption)
             overrides = [*self.strategy_overrides(), *self.overrides]
             recipe = load_recipe(str(self.folder), overrides)
             require_paths(recipe)
+            # Weights that the recipe names would be read in vain.
             recipe = replace(recipe, model=replace(recipe.model, pretrained=None))
             # Without a run, the file replaces the folder. A file is not a directory, so no logs are
             # written.

@@ -347,6 +347,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
         if self.name is not None:
             require_run_name(self.name, "--name first, or --runs DIR for another folder")
             folder = self.runs / self.name
+            # A job that its launcher restarts runs the same command again.
             if (restarts or self.or_resume) and folder.exists():
                 trusted = load_recipe(self.recipe, overrides)
                 plan = plan_to_resume(folder, overrides, trust=trusted)

@@ -232,6 +232,7 @@ def compare(
 
 
 def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
+    # One launch for all variants with equally many ranks: its start takes seconds.
     for processes in sorted({row.contender.processes for row in rows}, reverse=is_reversed):
         group = [row for row in rows if row.contender.processes == processes]
         if is_reversed:

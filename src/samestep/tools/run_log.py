@@ -90,6 +90,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file, which may not exist; other lines are skipped."""
     with suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as file:
+        # A sparse file, or one of another program, would fill the memory.
         if file.seek(0, os.SEEK_END) > _LOG_BYTES:
             raise OSError(errno.EFBIG, f"it has more than {_LOG_BYTES:,} bytes", str(path))
         file.seek(0)

@@ -433,6 +433,7 @@ def _equal_draws(draws: list[dict[Any, list[int]]]) -> list[tuple[int, list[Any]
     `draws` has, of each rank, the samples by the state of a generator.
     """
     for rank in range(1, len(draws)):
+        # Equal draws for the same samples are right: both ranks read the same batch.
         equal = []
         for key, samples in draws[0].items():
             others = draws[rank].get(key)

@@ -131,6 +131,7 @@ class LoadingObserver:
         if current is None:
             return
         samples = sample_numbers(current.pending.popleft())
+        # Keys of another type cannot be compared between ranks.
         if samples is None:
             del self._passes[iterator]
             return
@@ -161,6 +162,7 @@ class LoadingObserver:
     def all_reduces(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any) -> None:
         """Write that an evaluation reduces the number of samples of its pass."""
         current = self._last_ended
+        # An evaluation adds its values before the next optimizer step.
         is_added = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         if current is None or not is_added or current.step != self._session.steps:
             return
