@@ -41,6 +41,9 @@ KEYS = {
     "data.num_workers=8": "--workers 8?",
     "schedule.warmup=1": "schedule.warmup_epochs=1?",
     "step.sed=1": "step.seed=1?",
+    "epoks=2": "did you mean epochs=2?",
+    "precison=2": "did you mean step.precision=2?",
+    "momentun=2": "did you mean optimizer.options.momentum=2?",
     "qwertz=1": "remove qwertz",
 }
 

@@ -61,10 +61,6 @@ MISTAKES = [
 ]
 
 
-# A misspelled key, and the one that is suggested.
-KEYS = {"epoks": "epochs", "precison": "step.precision", "momentun": "optimizer.options.momentum"}
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current folder, with photos, masks, a table, texts and a recipe."""
@@ -125,13 +121,6 @@ def test_suggestions_lead_to_a_command_that_is_accepted(place: Path, command: st
             break
     accept(words)
     assert words != command.split(), "this is no mistake"
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_misspelled_key_is_corrected(key: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        load_recipe("digits", [f"{key}=2"])
-    assert (error.value.code, error.value.fix) == ("E_UNKNOWN_KEY", f"did you mean {KEYS[key]}=2?")
 
 
 FITS = {"photos": "images", "street": "segmentation", "book": "language", "reviews.csv": "texts"}
