@@ -1,4 +1,4 @@
-"""Bytes, durations, percentages and counts as text for users."""
+"""Bytes, durations and counts as text for users."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from samestep.errors import InputError
 
 _DURATION_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)", re.ASCII)
-_MISSING = "–"
 
 
-def format_bytes(value: float | None) -> str:
+def format_bytes(value: float) -> str:
     """Return bytes with a binary unit and three significant digits: `64 MiB`, `1.5 GiB`."""
-    if value is None:
-        return _MISSING
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
             break
@@ -51,13 +48,6 @@ def format_milliseconds(seconds: float) -> str:
     if value >= 1:
         return f"{value:.1f} ms"
     return f"{value:.2f} ms"
-
-
-def format_percent(fraction: float | None) -> str:
-    """Return a fraction between 0 and 1 as a percentage."""
-    if fraction is None:
-        return _MISSING
-    return f"{fraction:.1%}"
 
 
 def plural(number: int, noun: str) -> str:

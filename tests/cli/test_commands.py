@@ -70,14 +70,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert package.__version__ == version("samestep")
 
 
-def test_help_lists_all_commands_in_four_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["options", "train", "check", "speed", "look", "recipes"]
-    names = [*command_table.COMMANDS, *command_table.recipe_summaries()]
-    assert re.findall(r"^  (\w+) +\w", text, re.MULTILINE) == names
-
-
 @pytest.mark.parametrize("command", command_table.COMMANDS)
 def test_help_of_a_command_has_an_example_and_explains_every_option(
     capsys: pytest.CaptureFixture[str], command: str

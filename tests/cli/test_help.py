@@ -1,7 +1,7 @@
-"""Texts for a person and for tools: help, completion, JSON schema, and the warning about too many processes."""
+"""Texts for a person and for tools: help, completion and JSON schema."""
 
 import json
-import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +11,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from samestep.cli.commands import COMMANDS, help_text, recipe_summaries
-from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.main import main
-from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DONE, EXIT_INPUT
 from samestep.recipes.recipe_files import shipped_recipes
 from samestep.recipes.settings import recipe_schema
@@ -32,8 +30,8 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_samestep_alone_prints_commands_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys)
     assert text == printed(capsys, "--help") == f"{help_text()}\n"
-    for name in (*COMMANDS, *shipped_recipes()):
-        assert f"\n  {name} " in text
+    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["options", "train", "check", "speed", "look", "recipes"]
+    assert re.findall(r"^  (\w+) +\w", text, re.MULTILINE) == [*COMMANDS, *shipped_recipes()]
     assert max(map(len, text.splitlines())) <= 100
     assert len(text.splitlines()) < 60, "more than a screen"
 
@@ -131,16 +129,3 @@ def test_completion_without_shtab_names_the_package(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == EXIT_INPUT
     assert "pip install shtab" in done.stderr
-
-
-# --- number of processes ---
-
-
-def test_many_processes_on_few_cores_are_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cores = usable_processors()
-    monkeypatch.setattr(logging.getLogger("samestep"), "propagate", True)
-    for number, is_warned in ((4 * cores, False), (32 * cores, True)):
-        assert LaunchOptions(processes=str(number), device="cpu").process_range() == (number, number)
-        assert (f"slower than --processes {cores}" in caplog.text) == is_warned

@@ -16,7 +16,7 @@ from helpers.system import events, here, samestep, state_of, tree, weights
 from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.data.epoch_order import shuffled_order
-from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+from samestep.errors import EXIT_INPUT, EXIT_STOPPED
 from samestep.launcher.launch import StoppedError
 from samestep.zoo.images import LabeledImages, load_images
 
@@ -65,11 +65,6 @@ def test_invalid_setting_is_an_error(refused: Refused, override: str) -> None:
     assert title.endswith(f"[{INVALID_OVERRIDES[override]}]")
 
 
-@pytest.mark.parametrize("processes", ["0", "abc", "1.5", ""])
-def test_invalid_number_of_processes_is_an_error(refused: Refused, processes: str) -> None:
-    assert f"--processes {processes}" in refused("train", "digits", f"--processes={processes}").splitlines()[0]
-
-
 def test_more_processes_than_devices_is_an_error(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_options, "gpu_names", lambda: ["GPU"] * 4)
     err = refused("train", "digits", "--devices", "0,2", "--processes", 3)
@@ -83,24 +78,25 @@ def test_more_processes_than_devices_may_share(sharing: str, monkeypatch: pytest
     assert launch_options.LaunchOptions(devices="0,2", processes="3").process_range() == (3, 3)
 
 
-@pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "auto:2", "1:9"])
-def test_invalid_range_of_processes_is_an_error(refused: Refused, processes: str) -> None:
-    refused("train", "digits", f"--processes={processes}")
+OUT_OF_RANGE = {
+    "--processes": ["0", "abc", "1.5", "", "0:2", "3:2", ":2", "auto:2", "1:9"],
+    "--workers": ["-1"],
+    "--checkpoint-every": ["0"],
+    "--keep": ["0"],
+    "--max-restarts": ["-1"],
+    "--hang-after": ["0"],
+    "--grace": ["-1s", "0s", "-5", "30 s", "nan", "5m30s", "9" * 400],
+}
 
 
-OUT_OF_RANGE = (
-    "--workers=-1",
-    "--checkpoint-every=0",
-    "--keep=0",
-    "--max-restarts=-1",
-    "--hang-after=0",
-    "--grace=-1s",
+@pytest.mark.parametrize(
+    ("option", "value"), [(option, value) for option, values in OUT_OF_RANGE.items() for value in values]
 )
-
-
-@pytest.mark.parametrize("option", OUT_OF_RANGE)
-def test_option_out_of_range_is_an_error(refused: Refused, option: str) -> None:
-    refused("train", "digits", option)
+def test_option_out_of_range_is_an_error(refused: Refused, option: str, value: str) -> None:
+    err = refused("train", "digits", f"{option}={value}")
+    if option in ("--processes", "--grace") and ":" not in value:
+        assert f"{option} {value}" in err.splitlines()[0]
+    assert option != "--grace" or "--grace 30s" in err
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".", "", "a\nb"])
@@ -116,13 +112,6 @@ def test_batch_size_below_microbatches_is_an_error(refused: Refused) -> None:
 def test_name_that_is_too_long_for_a_file(refused: Refused, arguments: str) -> None:
     err = refused(*arguments.format("x" * 300).split())
     assert "File name too long [E_UNREADABLE]" in err.splitlines()[0]
-
-
-@pytest.mark.parametrize("time", ["0s", "-5", "30 s", "nan", "5m30s", "9" * 400])
-def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
-    err = refused("train", "digits", f"--grace={time}")
-    assert f"--grace {time}" in err.splitlines()[0]
-    assert "--grace 30s" in err
 
 
 USAGE = {
@@ -395,7 +384,7 @@ UNREADABLE = {
     ),
     "recipe.yaml": ("report runs/a --out report.html", "top runs/a --once"),
     "events.jsonl": ("report runs/a --out report.html", "top runs/a --once"),
-    "ranks/rank-0.jsonl": ("report runs/a --out report.html", "top runs/a --once"),
+    "ranks/rank-0.jsonl": ("top runs/a --once",),
     "environment.json": ("report runs/a --out report.html", "top runs/a --once"),
 }
 
@@ -505,11 +494,3 @@ def test_fix_for_another_recipe_works(run: Path, tmp_path: Path) -> None:
     assert here("train", RECIPE, "--name", "b", *overrides, cwd=tmp_path) == 0
     notes = [event["text"] for event in events(tmp_path / "runs" / "b", "note")]
     assert notes[0] == f"pretrained: {len(load_file(weights_file))} tensors taken, 0 left out"
-
-
-def test_command_in_which_nothing_is_observed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["audit", "--", "python", "-c", ""]) == EXIT_FAILED
-    assert "[E_NOTHING_OBSERVED]" in capsys.readouterr().err

@@ -14,7 +14,6 @@ from helpers.system import Done, events, here, state_of, until, weights
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 PLAIN = ("epochs=1",)
-TORCHRUN = python("-m", "torch.distributed.run")
 
 LEAVES_WORKERS = """
 import samestep, torch
@@ -79,12 +78,14 @@ def test_any_launcher_trains_to_the_same_bits(name: str, place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_itself_trains_to_the_same_bits(place: Path) -> None:
+@pytest.mark.parametrize("module", ["torch.distributed.run", "torch.distributed.launch"])
+def test_launcher_of_torch_trains_to_the_same_bits(place: Path, module: str) -> None:
     arguments = ["--nproc-per-node", "2", "--master-port", free_port(), "-m", "samestep", "train", RECIPE]
-    with ranks(lambda r, s: {}, 1, *arguments, *PLAIN, "--name", "real", cwd=place, command=TORCHRUN) as started:
+    command = python("-W", "ignore", "-m", module)
+    with ranks(lambda r, s: {}, 1, *arguments, *PLAIN, "--name", module, cwd=place, command=command) as started:
         (ended,) = started.wait()
     assert ended.code == 0, str(ended)
-    assert weights(place / "runs" / "real") == weights(place / "runs" / "launched")
+    assert weights(place / "runs" / module) == weights(place / "runs" / "launched")
 
 
 @pytest.mark.long

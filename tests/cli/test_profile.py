@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.system import answer, here, samestep, tree
+from helpers.system import answer, here, tree
 from samestep.errors import EXIT_DONE, EXIT_INPUT
 from samestep.tools.profile import PHASES
 
@@ -110,7 +110,3 @@ def test_checkpoints_and_run_of_a_script_are_neither_read_nor_written(tmp_path: 
         assert {path.suffix for path in (tmp_path / "output").iterdir()} == {".json", ".log"}
         shutil.rmtree(tmp_path / "output")
         assert tree(tmp_path) == before
-
-
-def test_help_has_an_example(tmp_path: Path) -> None:
-    assert "example: samestep profile digits" in samestep("profile", "--help", cwd=tmp_path).out

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from helpers.browser import NAMES, Browser, find
-from helpers.rank_files import ranks_of, write_ranks
-from helpers.run_folders import START, draw_predictions, events_of, make_run
+from helpers.run_folders import draw_predictions, events_of, make_run
 from helpers.system import here
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find() is None, reason=f"no browser on PATH ({', '.join(NAMES)})")]
@@ -22,7 +21,7 @@ FAILURES = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdd
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, steps in (("one", 30), ("two", 2000)):
-        write_ranks(make_run(folder / name, events_of(steps)), ranks_of(START, 3, 20))
+        make_run(folder / name, events_of(steps))
     draw_predictions(folder / "one", "cat", "dog")
     assert here("report", "one", "two", "--out", "page.html", cwd=folder) == 0
     return folder / "page.html"

@@ -39,29 +39,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-PLAIN = """
-import os, sys
-import torch
-import samestep
-from samestep.session import start
-
-assert "RANK" not in os.environ and sys.argv[1:] == ["--epochs", "100"] and __name__ == "__main__", sys.argv
-torch.manual_seed(0)
-inputs = torch.randn(64, 6)
-data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1).gt(0).long())
-model = samestep.parallel(torch.nn.Linear(6, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(int(sys.argv[2])):
-    for rows, targets in samestep.loader(data, batch_size=16):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(rows), targets).backward()
-        optimizer.step()
-"""
-
-
 @pytest.mark.slow
 def test_verify_runs_a_script_as_one_process_sees_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "train.py").write_text(PLAIN, encoding="utf-8")
     options = ("--processes", "1,2", "--steps", 3, "--json", "--out", "out")
     assert here("verify", "train.py", *options, "--", "--epochs", 100, cwd=folder) == EXIT_DONE
     certificate = answer(capsys)

@@ -12,13 +12,11 @@ import pytest
 
 from helpers.recorded import count_calls
 from helpers.system import Running, answer, here, samestep, tree, until
-from samestep.cli.main import main
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_STOPPED
 
 PLANTED = Path(__file__).parents[1] / "planted"
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 SAVING = Path(__file__).parents[1] / "helpers" / "saving_loop.py"
-InputErrorText = Callable[..., str]
 
 IDLE = "import samestep, torch\n\nsamestep.parallel(torch.nn.Linear(2, 2))\n"
 OTHER = "import torch\n\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
@@ -27,30 +25,14 @@ RAISING = "import samestep\n\nsamestep.init()\nraise ArithmeticError('no such nu
 
 
 @pytest.fixture
-def input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InputErrorText:
-    """Function that runs a verification with invalid input, checks that files are unchanged and returns stderr."""
+def scripts(tmp_path: Path) -> None:
+    """Scripts that verify refuses, in the current folder of `refused`."""
     (tmp_path / "idle.py").write_text(IDLE)
     (tmp_path / "other.py").write_text(OTHER)
     (tmp_path / "by_hand.py").write_text(BY_HAND)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> str:
-        before = tree(tmp_path)
-        code = main(["verify", *map(str, arguments)])
-        output = capsys.readouterr()
-        assert (code, output.out) == (EXIT_INPUT, "")
-        for label in ("error: ", "  expected: ", "  fix:      "):
-            assert len(re.findall(rf"^{label}\S", output.err, re.MULTILINE)) == 1, output.err
-        assert tree(tmp_path) == before
-        return output.err
-
-    return run
 
 
 INPUT_ERRORS = {
-    "digits -- more": "E_OPTION_CONFLICT",
-    "gone.py": "E_FILE_MISSING",
-    "idle.py a=1": "E_OPTION_CONFLICT",
     "digits --processes 1,two": "E_VALUE",
     "digits --processes 0": "E_VALUE",
     "digits --processes 1,9": "E_TOO_MANY_RANKS",
@@ -60,20 +42,20 @@ INPUT_ERRORS = {
     "digits --out idle.py": "E_OUTPUT",
     "idle.py --processes 1,2": "E_NOTHING_OBSERVED",
     "other.py --processes 1,2": "E_NOTHING_OBSERVED",
-    "by_hand.py --processes 2,1": "E_NOTHING_OBSERVED",
     "images data.options.path=gone --processes 1,2": "E_FILE_MISSING",
 }
 
 
+@pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize("arguments", INPUT_ERRORS)
-def test_invalid_input_is_an_error(input_error: InputErrorText, arguments: str) -> None:
-    assert f"[{INPUT_ERRORS[arguments]}]" in input_error(*arguments.split())
+def test_invalid_input_is_an_error(refused: Callable[..., str], arguments: str) -> None:
+    assert f"[{INPUT_ERRORS[arguments]}]" in refused("verify", "--json", *arguments.split())
 
 
-@pytest.mark.slow
-def test_script_that_distributes_itself_is_one_for_the_audit(input_error: InputErrorText) -> None:
-    text = input_error("by_hand.py", "--processes", "2,1")
-    assert "error: by_hand.py distributes its work itself" in text
+@pytest.mark.usefixtures("scripts")
+def test_script_that_distributes_itself_is_one_for_the_audit(refused: Callable[..., str]) -> None:
+    text = refused("verify", "--json", "by_hand.py", "--processes", "2,1")
+    assert "error: by_hand.py distributes its work itself [E_NOTHING_OBSERVED]" in text
     assert "samestep audit -- COMMAND" in text
 
 
@@ -123,21 +105,6 @@ def test_certificate_of_a_script_with_arguments(tmp_path: Path) -> None:
     assert hashes["parts.py"] in (folder / "certificate.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
-def test_interrupt_leaves_no_process_and_no_files(tmp_path: Path) -> None:
-    (tmp_path / "hold").write_text("0 1", encoding="utf-8")
-    with Running("verify", RECIPE, "--processes", "3", cwd=tmp_path) as running:
-        running.until(lambda: count_calls(tmp_path), "the first microbatch of rank 0")
-        running.kill_group(signal.SIGINT)
-        running.until(lambda: "stopping; press Ctrl-C" in running.errors, "the note on Ctrl-C")
-        (tmp_path / "hold").unlink()
-        done = running.wait(60)
-        assert done.code == EXIT_STOPPED, done.err
-        assert "Traceback" not in done.err
-        until(lambda: not running.processes(), "every process has ended", 30)
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_files_in_the_folder_are_kept(tmp_path: Path) -> None:
@@ -165,18 +132,21 @@ while True:
 """
 
 
-@pytest.mark.long
-def test_interrupt_of_a_script_leaves_no_process_and_no_files(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", [RECIPE, pytest.param("train.py", marks=pytest.mark.long)])
+def test_interrupt_leaves_no_process_and_no_files(tmp_path: Path, subject: Path | str) -> None:
     (tmp_path / "train.py").write_text(HOLDING, encoding="utf-8")
-    with Running("verify", "train.py", "--processes", "2", cwd=tmp_path) as running:
-        running.until((tmp_path / "began").exists, "a step")
+    (tmp_path / "hold").write_text("0 1", encoding="utf-8")  # of the recipe
+    with Running("verify", subject, "--processes", "3", cwd=tmp_path) as running:
+        running.until(lambda: count_calls(tmp_path) or (tmp_path / "began").exists(), "a step")
         running.kill_group(signal.SIGINT)
         running.until(lambda: "stopping; press Ctrl-C" in running.errors, "the note on Ctrl-C")
+        (tmp_path / "hold").unlink()
         done = running.wait(60)
         assert done.code == EXIT_STOPPED, done.err
         assert "Traceback" not in done.err
         until(lambda: not running.processes(), "every process has ended", 30)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["began", "train.py"]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture

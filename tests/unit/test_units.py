@@ -1,9 +1,9 @@
-"""Tests of the text forms of bytes, durations and percentages."""
+"""Tests of the text forms of bytes and durations."""
 
 import pytest
 
 from samestep.errors import InputError
-from samestep.units import format_bytes, format_percent, parse_duration, plural
+from samestep.units import format_bytes, parse_duration, plural
 
 
 @pytest.mark.parametrize(
@@ -17,15 +17,10 @@ from samestep.units import format_bytes, format_percent, parse_duration, plural
         (5 * 2**30, "5 GiB"),
         (300 * 2**30, "300 GiB"),
         (3 * 2**40, "3 TiB"),
-        (None, "–"),
     ],
 )
-def test_format_bytes(value: float | None, text: str) -> None:
+def test_format_bytes(value: float, text: str) -> None:
     assert format_bytes(value) == text
-
-
-def test_format_unknown_values() -> None:
-    assert format_percent(None) == "–"
 
 
 @pytest.mark.parametrize(

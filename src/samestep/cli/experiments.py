@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.launch_options import LoaderOptions, gpu_names
+from samestep.cli.launch_options import LaunchOptions, gpu_names
 from samestep.cli.options import (
     BatchOptions,
     DeviceOption,
@@ -19,6 +19,7 @@ from samestep.cli.options import (
     RecipeOptions,
     StrategyOptions,
     SubjectOptions,
+    WorkersOption,
     argument,
     count,
     integers,
@@ -213,7 +214,7 @@ def _ways(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(JsonOption, DeviceOption, RecipeOptions):
+class Bench(JsonOption, WorkersOption, DeviceOption, RecipeOptions):
     """Compare the ways to train a recipe on this machine.
 
     The ways are one device, DDP and nn.DataParallel on several devices, batches in parts, bf16,
@@ -249,9 +250,6 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         "evaluation)",
         "E",
         type=count,
-    )
-    workers: int | None = option(
-        "loader processes per rank (default: depends on the cores)", "N", type=count
     )
     rounds: int = option("trials of each way, interleaved", "N", default=5)
     steps: int | None = option(
@@ -314,7 +312,9 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectOptions):
+class Profile(
+    JsonOption, BatchOptions, StrategyOptions, WorkersOption, LaunchOptions, SubjectOptions
+):
     """Train some steps of a recipe or a script and measure their phases.
 
     The phases are data loading, forward, backward, communication and optimizer; the slowest rank is

@@ -37,7 +37,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_STOPPED, InputError, PeerLostError, RunError, SamestepError
 from samestep.launcher.failure import Failure, RankError
-from samestep.launcher.launch import LaunchConfig, LaunchResult, launch, run_workers
+from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from samestep.launcher.process_state import Job
 
 _MOST_ON_CORES = 8  # ranks of `auto` on a machine without GPUs
-_MOST_PER_CORE = 4  # ranks on CPUs without a warning
 _POLL_SECONDS = 0.02
 _PLAN_KEY = "command/plan"
 _joined: list[RankPlace] = []
@@ -149,10 +148,6 @@ class LaunchOptions(DeviceOption):
             # Before ranks start: an impossible number would otherwise fail on each of them.
             for number in (count, minimum):
                 resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
-        cores = usable_processors()
-        if count > _MOST_PER_CORE * cores and not (self.device != "cpu" and gpu_names()):
-            text = f"{plural(count, 'process')} share {plural(cores, 'core')}"
-            logger.warning("%s: slower than --processes %d", text, cores)
         return minimum, count
 
     def _auto_processes(self, recipe: Recipe | None) -> int:
@@ -182,17 +177,6 @@ class LaunchOptions(DeviceOption):
             preload=PRELOAD,
             environment=self.environment,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderOptions(LaunchOptions):
-    """Ranks, devices and loader processes of a command with a recipe."""
-
-    group: ClassVar = "loader (results do not depend on these options)"
-
-    workers: int | None = option(
-        "loader processes per rank (default: depends on the cores)", "N", type=count
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +242,7 @@ class FaultOptions(LaunchOptions):
 def gpu_names() -> list[str]:
     """Return the names of this machine's GPUs in torch's order."""
     # A fork of the fork server reads the names: this process does not import torch.
-    function = ByName("samestep.distributed.devices", "gpu_names")
-    names: list[str] = launch(function, processes=1, preload=PRELOAD)
+    names: list[str] = call_in_worker("samestep.distributed.devices", "gpu_names")
     return names
 
 
@@ -351,6 +334,7 @@ def run_as_rank(
     plan = None
     try:
         job = join_job(rank_place, hang_after=options.hang_after)
+        # After the ranks have joined: of the errors of all ranks, one is reported.
         _require_compatible(options, rank_place)
         set_environment(options.environment or {})  # which raises errors that one rank reports
         plan = _share_plan(job, make_plan)

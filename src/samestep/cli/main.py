@@ -192,6 +192,7 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
         raise _unknown_command(arguments)
     name, *rest = arguments
     own = rest[: rest.index("--")] if "--" in rest else rest
+    # The options of `run` end at the script, which can have a --help of its own.
     if name != "run" and {"-h", "--help", "--help-all"}.intersection(own):
         _print_help(name, own)
         return lambda: EXIT_DONE

@@ -219,6 +219,17 @@ class DeviceOption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkersOption:
+    """Loader processes."""
+
+    group: ClassVar = "loader (results do not depend on these options)"
+
+    workers: int | None = option(
+        "loader processes per rank (default: depends on the cores)", "N", type=count
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SetOption:
     """Settings of a recipe."""
 
@@ -367,8 +378,10 @@ def require_file(path: Path) -> None:
     """Raise an `InputError` unless the path is a file."""
     if not path.is_file():
         value = f"{path} is not a file"
+        fix = "check the path"
         near = nearest_path(path)
-        fix = "check the path" if near is None else f"did you mean {near}?"
+        if near is not None and near != path:  # a folder is the nearest to itself
+            fix = f"did you mean {near}?"
         raise InputError(value, "an existing file", fix, code="E_FILE_MISSING")
 
 

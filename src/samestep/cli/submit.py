@@ -129,6 +129,7 @@ def _submit(path: Path, text: str, command: list[str]) -> str:
     """Write and submit the script, and return the output of the command."""
     fix = "another --name, or another current folder"
     with output_errors(f"{path} cannot be written", "a writable folder", fix):
+        # The same job can be submitted again.
         if path.exists() and path.read_bytes() != text.encode():
             problem = f"{path} exists with other content"
             expected = "a new file: no file is overwritten"

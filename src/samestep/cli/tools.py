@@ -19,8 +19,8 @@ from samestep.checkpoint.durable_files import replacing
 from samestep.cli.commands import PRELOAD
 from samestep.cli.options import (
     JsonOption,
+    WorkersOption,
     argument,
-    count,
     option,
     output_errors,
     parse_process_count,
@@ -43,7 +43,7 @@ _CONVERTED_SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safeten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor(JsonOption):
+class Doctor(JsonOption, WorkersOption):
     """Check packages, GPUs, memory, limits, launcher and runs folder, and run a short self-test.
 
     Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed. Exit
@@ -54,9 +54,6 @@ class Doctor(JsonOption):
 
     processes: str = option(
         "ranks on this machine (default: one per GPU, else per core)", "N", default="auto"
-    )
-    workers: int | None = option(
-        "loader processes per rank (default: depends on the cores)", "N", type=count
     )
     runs: Path = option("folder of runs", "DIR", default=Path("runs"))
     quick: bool = option("skip the self-test; torch is not imported", default=False)
@@ -198,8 +195,8 @@ class Top(JsonOption):
 class Report(JsonOption):
     """Write one HTML file about one or several runs.
 
-    The page has curves, samples per second, ranks, events and recipes, and needs no other file and
-    no network. Runs can be unfinished.
+    The page has curves, samples per second, events and recipes, and needs no other file and no
+    network. Runs can be unfinished.
     """
 
     example: ClassVar = "samestep report runs/first runs/second --out both.html"

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.cli.launch_options import (
     FaultOptions,
-    LoaderOptions,
     ReportedError,
     requeue_after,
     run_as_rank,
@@ -30,6 +29,7 @@ from samestep.cli.options import (
     RunArgument,
     SetOption,
     StrategyOptions,
+    WorkersOption,
     count,
     names,
     option,
@@ -178,7 +178,7 @@ def _command(name: str, folder: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(
-    JsonOption, FaultOptions, CheckOptions, CheckpointOptions, StrategyOptions, LoaderOptions
+    JsonOption, CheckOptions, CheckpointOptions, StrategyOptions, WorkersOption, FaultOptions
 ):
     """Options that `train` and `resume` share, and the training."""
 
@@ -347,6 +347,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
         if self.name is not None:
             require_run_name(self.name, "--name first, or --runs DIR for another folder")
             folder = self.runs / self.name
+            # A job that its launcher restarts runs the same command again.
             if (restarts or self.or_resume) and folder.exists():
                 trusted = load_recipe(self.recipe, overrides)
                 plan = plan_to_resume(folder, overrides, trust=trusted)

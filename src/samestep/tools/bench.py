@@ -232,6 +232,7 @@ def compare(
 
 
 def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
+    # One launch for all variants with equally many ranks: its start takes seconds.
     for processes in sorted({row.contender.processes for row in rows}, reverse=is_reversed):
         group = [row for row in rows if row.contender.processes == processes]
         if is_reversed:
@@ -277,11 +278,8 @@ def _speeds(timings: Sequence[Timing], base: Sequence[Timing]) -> dict[str, Any]
 
 def show(data: dict[str, Any]) -> None:
     """Print a comparison."""
-    console = plain_console()
-    shown = table(data["ways"])
     # A table wrapped by the terminal is more legible than a truncated one.
-    width = console.measure(shown, options=console.options.update(width=_MAX_WIDTH)).maximum
-    plain_console(width=max(console.width, width)).print(shown)
+    plain_console(width=_MAX_WIDTH).print(table(data["ways"]))
     rounds = len(data["ways"][0]["rounds"])
     metric = first_metric(data["ways"])
     print(

@@ -216,6 +216,7 @@ def _settings(values: Values, devices: int, family: Family) -> dict[str, Any]:
         "schedule.final": values["TRAIN.END_LR"] / values["TRAIN.BASE_LR"],
         "metrics": ["accuracy", "top5"],
         "batch_size": batch_size,
+        # At least one for each device of the original run.
         "microbatches": min(batch_size, max(devices, 8)),
         "step.clip_norm": values["TRAIN.GRAD_CLIP"] or None,
         "step.precision": "fp16" if values["AMP"] else "fp32",

@@ -126,6 +126,7 @@ def check_machine(
     plan: Plan, nvidia: Nvidia, runs: Path, *, quick: bool, preload: Sequence[str]
 ) -> Iterator[Finding]:
     """Run all checks; `quick` skips the self-test, so that torch is not imported."""
+    # The self-test runs first: the check of GPUs compares the driver with what torch sees.
     variables = relevant_variables()
     devices = None
     self_test = Finding("self-test", "info", "skipped")

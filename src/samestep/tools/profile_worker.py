@@ -152,6 +152,7 @@ class StepRecorder:
         plan = self._plan
         measured = plan.warmup + plan.active
         if self.steps == plan.warmup:
+            # A rank that begins late would look like slow communication of the others.
             self._world.barrier()
             self._is_on = True
         if self.steps == measured:
@@ -195,6 +196,7 @@ class StepRecorder:
         self.steps += 1
         if self._profiler is not None:
             self._profiler.step()
+        # A message of each step, after its phases are stored: it counts in none of them.
         (self.is_stopped,) = any_rank(self._world, self._world.stop_requested)
         if self.is_stopped or self.steps == self._plan.steps:
             # Gather the measurements of all ranks after the last step, and end the script.

@@ -108,15 +108,6 @@ def summary(run: Run) -> dict[str, Any]:
         "samples_per_second": float(numpy.median(speeds)) if speeds else None,
         "best": _last_evaluation(run, best),
         "last": _last_evaluation(run, evaluations),
-        "ranks": [
-            {
-                "rank": log.rank,
-                "seconds": log.seconds,
-                "data_share": log.mean("data_share"),
-                "wait_share": log.mean("wait_share"),
-            }
-            for log in run.ranks
-        ],
     }
 
 
@@ -198,6 +189,7 @@ def draw(chart: Chart) -> dict[str, Any]:
     ys = numpy.concatenate([curve.values for curve in chart.curves])
     ys = ys[numpy.isfinite(ys)]
     left = xs.min()
+    # A single step has no width.
     right = max(xs.max(), xs.min() + 1)
     low, high = (ys.min(), ys.max()) if len(ys) else (0.0, 1.0)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
@@ -262,6 +254,7 @@ def ticks(least: float, most: float) -> list[float]:
     """Return some round numbers in a range."""
     rough = (most - least) / 5
     power = 10.0 ** numpy.floor(numpy.log10(rough))
+    # 0.999: rounding must not select the next factor.
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = int(numpy.ceil(least / step))
     last = int(most / step + 1e-9)

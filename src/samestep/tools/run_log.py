@@ -1,4 +1,4 @@
-"""Content of a run directory: recipe, starts, events, and the files of its ranks.
+"""Content of a run directory: recipe, starts and events.
 
 `top`, `report` and `diff` read it. A line can be cut by a kill, and is skipped. Text has no control
 characters.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ _NOT_METRICS = (
 )
 _NOTES = ("note", "skipped", "stop")
 _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
-_MEANS = ("data_share", "wait_share", "cpu_percent", "samples_per_second")  # of ranks
 _MAX_LOGGED = 100
 _LINE_BYTES = 1 << 22  # a longer line is no event
 _LOG_BYTES = 1 << 31
@@ -91,6 +90,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file, which may not exist; other lines are skipped."""
     with suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as file:
+        # A sparse file, or one of another program, would fill the memory.
         if file.seek(0, os.SEEK_END) > _LOG_BYTES:
             raise OSError(errno.EFBIG, f"it has more than {_LOG_BYTES:,} bytes", str(path))
         file.seek(0)
@@ -141,10 +141,11 @@ class EventLog:
         notes: time and text of each note, resume and end.
         resumed: step of each resume.
         step: last completed step.
+        last: event of the last step; empty without one.
         end: event at the end of the run, which can be a failure; None if there is none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         self.curves: dict[str, dict[int, float]] = {name: {} for name in _CURVES}
         self.checksums: dict[int, str] = {}
         self.evaluations: dict[int, dict[str, Any]] = {}
@@ -152,8 +153,9 @@ class EventLog:
         self.notes: list[tuple[float, str]] = []
         self.resumed: list[int] = []
         self.step = 0
+        self.last: dict[str, Any] = {}
         self.end: dict[str, Any] | None = None
-        for event in read_json_lines(path):
+        for event in events:
             self._add(event)
 
     def _add(self, event: dict[str, Any]) -> None:
@@ -182,6 +184,7 @@ class EventLog:
     def _add_at(self, step: int, kind: str, event: dict[str, Any]) -> None:
         if kind == "step":
             self.step = step
+            self.last = event
             numbers = {name: event.get(name) for name in _CURVES}
             # The last batch of an epoch can be short, with fewer samples per second.
             if event.get("step_in_epoch", 1) == event.get("steps_in_epoch", 0) > 1:
@@ -212,60 +215,6 @@ class EventLog:
                 self.curves.setdefault(name, {})[step] = number
 
 
-# --- ranks --------------------------------------------------------------------------------------
-
-
-@dataclass
-class RankLog:
-    """Totals of the file of one rank; shares of time are weighted by the time between lines."""
-
-    rank: int
-    host: str = ""
-    seconds: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)  # shares and rates, times seconds
-    memory: float = 0.0  # largest resident memory in bytes, as is `gpu_memory`
-    gpu_memory: float = 0.0
-
-    def mean(self, name: str) -> float | None:
-        """Return the mean of a value, such as `data_share`; None if unknown."""
-        if name in self.sums and self.seconds:
-            return self.sums[name] / self.seconds
-        return None
-
-
-def rank_files(folder: Path) -> dict[int, Path]:
-    """Return the files `rank-N.jsonl` in a folder, by rank."""
-    paths = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.jsonl")}
-    # The glob also matches names such as `rank-x` and `rank-00000000`.
-    ranks = {int(text): path for text, path in paths.items() if text.isdecimal() and len(text) < 7}
-    return dict(sorted(ranks.items()))
-
-
-def read_ranks(folder: Path) -> list[RankLog]:
-    """Return the totals of `rank-N.jsonl` in a folder, by rank."""
-    return [_read_rank(rank, path) for rank, path in rank_files(folder).items()]
-
-
-def _read_rank(rank: int, path: Path) -> RankLog:
-    log = RankLog(rank)
-    previous: dict[str, Any] = {}
-    for line in read_json_lines(path):
-        seconds = 0.0  # for the first line of a process
-        if previous and all(line.get(key) == previous.get(key) for key in ("pid", "host")):
-            seconds = max(0.0, line["time"] - previous["time"])
-        log.seconds += seconds
-        for name in _MEANS:
-            value = parse_finite(line.get(name))
-            if value is not None:
-                log.sums[name] = log.sums.get(name, 0.0) + value * seconds
-        gpu = line["gpu"] if isinstance(line.get("gpu"), dict) else {}
-        log.memory = max(log.memory, parse_finite(line.get("memory_bytes")) or 0.0)
-        log.gpu_memory = max(log.gpu_memory, parse_finite(gpu.get("memory_bytes")) or 0.0)
-        log.host = parse_text(line.get("host"))
-        previous = line
-    return log
-
-
 # --- runs ---------------------------------------------------------------------------------------
 
 
@@ -279,7 +228,6 @@ class Run:
     recipe_text: str
     starts: list[dict[str, Any]]  # entries of `environment.json`, one for each start and resume
     events: EventLog
-    ranks: list[RankLog]
 
     @property
     def state(self) -> str:
@@ -340,8 +288,7 @@ def read_run(folder: Path, name: str) -> Run:
         is_loop = (folder / LOOP).is_file()
         if not path.is_file() and not is_loop:
             raise not_a_run(folder)
-        events = EventLog(folder / "events.jsonl")
-        ranks = read_ranks(folder / "ranks")
+        events = EventLog(read_json_lines(folder / "events.jsonl"))
         starts: list[dict[str, Any]] = []
         with suppress(FileNotFoundError, ValueError):  # missing, or damaged
             starts = read_objects(folder / "environment.json")
@@ -350,4 +297,4 @@ def read_run(folder: Path, name: str) -> Run:
         if not is_loop:
             recipe = dict(read_yaml(path))
             text = read_small(path).decode()
-    return Run(folder, name, recipe, text, starts, events, ranks)
+    return Run(folder, name, recipe, text, starts, events)

@@ -20,11 +20,11 @@ from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.run_log import (
+    EventLog,
     parse_count,
     parse_finite,
     parse_line,
     parse_number,
-    rank_files,
     read_objects,
     run_errors,
 )
@@ -90,7 +90,9 @@ def read_status(run: Path) -> RunStatus | None:
         if not is_loop:
             epochs = parse_count(read_yaml(run / "recipe.yaml").get("epochs"))
         lock = is_locked(run)  # before the events: a run logs its end while it holds the lock
-        last_step, end, failure = _last_events(run / "events.jsonl")
+        lines = _last_lines(run / "events.jsonl", _EVENT_BYTES)
+        log = EventLog(filter(None, map(parse_line, lines)))
+        end, failure = _end_of(log)
         start: dict[str, Any] = {}
         with suppress(FileNotFoundError, ValueError, IndexError):  # missing, or being written
             start = read_objects(run / "environment.json")[-1]
@@ -102,6 +104,7 @@ def read_status(run: Path) -> RunStatus | None:
         state = "running"
     elif end is None and not start and not any(row.line for row in rows):
         state = "starting"
+    last_step = log.last
     epochs = epochs or parse_count(last_step.get("epochs"))
     epoch = 0
     if "epoch" in last_step:
@@ -114,7 +117,7 @@ def read_status(run: Path) -> RunStatus | None:
         state=state,
         epoch=epoch,
         epochs=epochs,
-        step=parse_count(last_step.get("step")) or 0,
+        step=log.step,
         steps=steps or None,
         loss=loss,
         ranks=rows,
@@ -132,32 +135,28 @@ def _last_lines(path: Path, size: int) -> list[bytes]:
     return []
 
 
-def _last_events(path: Path) -> tuple[dict[str, Any], State | None, dict[str, Any]]:
-    """Return the event of the last step, the end of the run after it, and its failure."""
-    step: dict[str, Any] = {}
-    end: State | None = None
-    failure: dict[str, Any] = {}
-    for line in _last_lines(path, _EVENT_BYTES):
-        event = parse_line(line) or {}
-        kind = event.get("event")
-        if kind in ("step", "resume"):
-            end = None
-            failure = {}
-        if kind == "step" and parse_count(event.get("step")) is not None:
-            step = event
-        elif kind == "end":
-            end = "ended"
-            if event.get("stopped"):
-                end = "stopped"
-        elif kind == "failure":
-            end = "failed"
-            failure = {name: event.get(name) for name in ("code", "text")}
-    return step, end, failure
+def _end_of(log: EventLog) -> tuple[State | None, dict[str, Any]]:
+    """Return the state of a run that has ended, and its failure."""
+    if log.end is None:
+        return None, {}
+    if log.end["event"] == "failure":
+        return "failed", {name: log.end.get(name) for name in ("code", "text")}
+    if log.end.get("stopped"):
+        return "stopped", {}
+    return "ended", {}
+
+
+def _rank_files(folder: Path) -> dict[int, Path]:
+    """Return the files `rank-N.jsonl` in a folder, by rank."""
+    paths = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.jsonl")}
+    # The glob also matches names such as `rank-x` and `rank-00000000`.
+    ranks = {int(text): path for text, path in paths.items() if text.isdecimal() and len(text) < 7}
+    return dict(sorted(ranks.items()))
 
 
 def _read_ranks(folder: Path, processes: int | None, *, is_running: bool) -> list[RankRow]:
     """Return a row for each rank of the last start, or for each file if their number is unknown."""
-    files = rank_files(folder)
+    files = _rank_files(folder)
     ranks = list(files)
     if processes is not None and processes <= _MAX_RANKS:  # otherwise damaged
         ranks = list(range(processes))

@@ -1,4 +1,4 @@
-"""Content of a run's directory: events, JSON-lines files that a kill has cut, and ranks."""
+"""Content of a run's directory: events, and JSON-lines files that a kill has cut."""
 
 import json
 import math
@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from helpers.rank_files import line, write_ranks
 from helpers.run_folders import START, step_event
-from samestep.tools.run_log import EventLog, read_json_lines, read_ranks
+from samestep.tools.run_log import EventLog, read_json_lines
 
 
 def log_of(path: Path, events: list[dict[str, Any]]) -> EventLog:
     lines = [json.dumps({"time": START + number, **event}) for number, event in enumerate(events)]
     path.write_text("\n".join(lines) + "\n")
-    return EventLog(path)
+    return EventLog(read_json_lines(path))
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -89,29 +88,3 @@ def test_json_lines(content: bytes, objects: list[int], tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(content)
     assert [value["time"] for value in read_json_lines(tmp_path / "a")] == objects
     assert read_json_lines(tmp_path / "none") == []
-
-
-def test_means_of_ranks_are_weighted_by_time(tmp_path: Path) -> None:
-    """The first line of a process, and a pause between two processes, have no duration."""
-    lines = [
-        line(0, 100.0, 3, data_share=0.9),
-        line(0, 102.0, 9, data_share=0.5, wait_share=0.25),
-        line(0, 107.0, 20, gpu={"memory_bytes": 9}),
-        line(0, 900.0, 20, pid=77, data_share=0.9),
-        line(0, 905.0, 20, pid=77, host="node-a", memory_bytes=2**40),
-    ]
-    write_ranks(tmp_path, lines)
-    (log,) = read_ranks(tmp_path / "ranks")
-    assert log.seconds == 12.0
-    assert log.mean("data_share") == pytest.approx((0.5 * 2 + 0.1 * 10) / 12)
-    assert (log.host, log.memory, log.gpu_memory) == ("node-a", 2**40, 9)
-
-
-def test_ranks_are_ordered_and_other_files_ignored(tmp_path: Path) -> None:
-    write_ranks(tmp_path, [line(rank, 100.0, 1) for rank in (10, 2, 0)])
-    (tmp_path / "ranks" / "rank-x.jsonl").write_text("{}\n")
-    with (tmp_path / "ranks" / "rank-2.jsonl").open("a") as file:
-        file.write('{"time": 102.0, "ra')
-    logs = read_ranks(tmp_path / "ranks")
-    assert [log.rank for log in logs] == [0, 2, 10]
-    assert read_ranks(tmp_path / "none") == []

@@ -72,6 +72,7 @@ def test_signs_of_ranks(tmp_path: Path) -> None:
     (folder / LOCK).touch()
     write_rank(folder, 0)
     write_rank(folder, 2)
+    (folder / "ranks" / "rank-x.jsonl").write_text("{}\n")
     assert signs(read_status(folder)) == {0: "active", 1: "missing"}
     write_rank(folder, 0, age=SILENT_SECONDS + 1)
     write_rank(folder, 1)

@@ -38,6 +38,7 @@ class FunctionObserver:
     ) -> None:
         """Write the state of the generator before a dropout."""
         session = self._session
+        # Equal seeds show in the first steps; a state of the generator costs some time.
         if not training or p == 0 or session.steps >= _STEPS:
             return
         if session.steps != self._step:
@@ -138,6 +139,7 @@ class FileObserver:
 
     def opened(self, path: Any, flags: int) -> None:
         """Write the path of a file that is emptied."""
+        # With O_EXCL, one process creates the file, and the others fail.
         writes = flags & (os.O_WRONLY | os.O_RDWR) and flags & os.O_TRUNC and not flags & os.O_EXCL
         if writes and isinstance(path, str | bytes | os.PathLike):
             self.written(path)

@@ -7,7 +7,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePath
@@ -54,11 +54,10 @@ class _Pass:
 
 
 class LoadingObserver:
-    """Observer of all map-style loaders of a process; `before_pass` is called before each pass."""
+    """Observer of all map-style loaders of a process."""
 
-    def __init__(self, session: Session, before_pass: Callable[[], None]) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._before_pass = before_pass
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self._count = 0
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -69,7 +68,6 @@ class LoadingObserver:
 
     def begin(self, _: None, iterator: Any, loader: Any) -> None:
         """Write the dataset, the sampler and the line of a new pass."""
-        self._before_pass()
         dataset = iterator._dataset
         is_map = iterator._dataset_kind == torch_dataloader._DatasetKind.Map
         if not is_map or not hasattr(dataset, "__len__"):
@@ -133,6 +131,7 @@ class LoadingObserver:
         if current is None:
             return
         samples = sample_numbers(current.pending.popleft())
+        # Keys of another type cannot be compared between ranks.
         if samples is None:
             del self._passes[iterator]
             return
@@ -163,6 +162,7 @@ class LoadingObserver:
     def all_reduces(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any) -> None:
         """Write that an evaluation reduces the number of samples of its pass."""
         current = self._last_ended
+        # An evaluation adds its values before the next optimizer step.
         is_added = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         if current is None or not is_added or current.step != self._session.steps:
             return
@@ -196,9 +196,9 @@ class LoadingObserver:
             self._session.emit("fetch_draws", samples=samples, states=used)
 
 
-def observe_loaders(session: Session, before_pass: Callable[[], None]) -> None:
+def observe_loaders(session: Session) -> None:
     """Observe the iterators and fetches of all loaders, and the reductions of counts."""
-    observer = LoadingObserver(session, before_pass)
+    observer = LoadingObserver(session)
     yielded = session.guarded(observer.yielded)
     ended = session.guarded(observer.ended)
     base: Any = torch_dataloader._BaseDataLoaderIter

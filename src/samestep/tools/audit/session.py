@@ -7,6 +7,7 @@ import operator
 import uuid
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,7 +77,9 @@ class Session:
             except Exception as error:  # boundary: a failure of an observer must not change the run
                 self._failures += 1
                 if self._failures == 1:
-                    self._report(observe.__qualname__, error)
+                    text = f"{type(error).__name__}: {error}"
+                    with suppress(OSError):  # the audit has ended and removed its folder
+                        self.writer.write("failure", observer=observe.__qualname__, error=text)
 
         return call
 
@@ -100,12 +103,6 @@ class Session:
             return result
 
         setattr(owner, name, observed)
-
-    def _report(self, name: str, error: Exception) -> None:
-        try:
-            self.writer.write("failure", observer=name, error=f"{type(error).__name__}: {error}")
-        except OSError:
-            return  # the audit has ended and removed its folder
 
 
 def sample_numbers(index: Any) -> list[int] | None:

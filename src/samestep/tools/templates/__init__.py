@@ -6,8 +6,6 @@ import shlex
 import time
 from pathlib import Path
 
-from samestep.units import format_bytes, format_percent
-
 
 def render(template: str, **values: object) -> str:
     """Return the text of the template `NAME.jinja` in this folder; values of HTML are escaped."""
@@ -20,8 +18,7 @@ def render(template: str, **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(quote=shlex.quote, join_shell=shlex.join)
-    environment.filters.update(bytes=format_bytes, percent=format_percent, time=_format_time)
+    environment.filters.update(quote=shlex.quote, join_shell=shlex.join, time=_format_time)
     return environment.get_template(f"{template}.jinja").render(values) + "\n"
 
 

@@ -91,6 +91,7 @@ class Tolerance:
 
     def at(self, quantity: str, step: int) -> float:
         """Return the tolerance of a quantity in a step."""
+        # A printed number can be of any quantity.
         quantities = self.distances if quantity in TEXTS else (quantity,)
         by_step = [pair for name in quantities for pair in self.distances.get(name, {}).items()]
         earlier = (size for number, size in by_step if number <= step)
@@ -241,6 +242,7 @@ def compare(
     _compare_modules(result, reference, other)
     _compare_ends(_StepComparer(result, weights, tolerance), reference, other)
     if texts is not None and not other.label and not has_failed:
+        # After all steps and the end: texts are consequences.
         comparer = _StepComparer(result, weights, tolerance, max(reference.steps, default=0) + 2)
         for stage, printed in texts.items():
             if stage == "printed":

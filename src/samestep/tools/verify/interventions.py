@@ -32,6 +32,7 @@ def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> N
     """Apply the interventions that precede the subject, for the rest of this process."""
     if interventions.single_thread:
         torch.set_num_threads(1)
+        # The script and `samestep.init` would set another number.
         torch.set_num_threads = lambda nthreads: None
     if interventions.repeat_samples:
         _repeat_samples(folder)
@@ -175,6 +176,7 @@ def _reorder_directories(rank: int) -> None:
     scan = os.scandir
 
     def reordered(entries: list[Any]) -> list[Any]:
+        # Sorted, so that the order does not depend on the file system: a finding can be repeated.
         entries = sorted(entries, key=str, reverse=rank % 2 == 1)
         start = rank % (len(entries) or 1)
         return entries[start:] + entries[:start]

@@ -140,6 +140,7 @@ class Observer:
 
     def _add_batch(self, indices: Any, data: Any, *, is_last: bool) -> None:
         """Note a batch of a loader, with hashes of its data."""
+        # A forked process, such as a worker of a loader, is no rank.
         if os.getpid() != self._process:
             return
         tensors = (leaf for _, leaf in leaves(data) if isinstance(leaf, torch.Tensor))
@@ -182,6 +183,7 @@ class Observer:
 
     def _is_own(self, module: nn.Module) -> bool:
         """Whether a call is one of the script, of an observed module, and not part of another."""
+        # Inside of a backward, activation checkpointing calls modules again.
         is_part = self._is_inside or torch._C._current_graph_task_id() != -1
         if is_part or threading.current_thread() is not threading.main_thread():
             return False
@@ -242,6 +244,7 @@ class Observer:
         self._begin()
         assert self._steps is not None
         is_last = self._trial.steps is not None and self._steps >= self._trial.steps
+        # In the next step, so that an evaluation after the last one is recorded too.
         if self._ends_script and is_last:
             if process_state.world is not None:
                 process_state.world.barrier()  # no rank ends while another needs it

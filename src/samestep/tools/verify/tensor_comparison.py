@@ -38,6 +38,7 @@ def digest(tensor: torch.Tensor) -> str:
     raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
     result = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     result.update(raw.numpy().data)
+    # 64 bits: records stay small, and the tensors of a trial are no more than some thousands.
     return result.hexdigest()[:16]
 
 
@@ -127,6 +128,7 @@ class StepTensors:
         for name, value in values.items():
             for path, leaf in leaves(value):
                 if isinstance(leaf, torch.Tensor):
+                    # On all ranks, since this is a collective.
                     whole = full(leaf).resolve_conj()
                     if whole.is_complex():  # safetensors has pairs of real numbers
                         whole = torch.view_as_real(whole)

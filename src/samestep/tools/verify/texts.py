@@ -164,6 +164,7 @@ def _entries(folder: Path) -> list[list[str]]:
 
 def restore_files(folder: Path) -> None:
     """Restore the state of all paths before the trial in a folder."""
+    # In reverse: a new folder is empty again before its own turn.
     for name, kind, content in reversed(_entries(folder)):
         if kind == "folder":
             os.makedirs(name, exist_ok=True)

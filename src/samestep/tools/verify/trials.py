@@ -212,6 +212,7 @@ class TrialRunner:
 
         The run measures distances from `reference` or, without one, writes tensors.
         """
+        # Distances belong to one reference: the same run against another one is another record.
         interventions = replace(self.conditions.interventions, **changes)
         key = (processes, interventions, reference.folder if reference else None)
         if key not in self._records:
@@ -222,6 +223,7 @@ class TrialRunner:
     def repeat(self, record: Record, **changes: Any) -> Record:
         """Repeat a run and measure distances from the first."""
         interventions = replace(self.conditions.interventions, **changes)
+        # Never one of the records: the comparison of two runs is the purpose.
         self._report(f"{described(record.processes)} again", interventions)
         return self._launch(record.processes, interventions, record)
 

@@ -205,6 +205,7 @@ def _accept_rounding(
     notes = []
     for number, (plan, comparison) in enumerate(zip(plans, comparisons, strict=True)):
         first = comparison.first
+        # Ranks of one run are compared bit for bit: between them, rounding is no excuse.
         is_measured = all(one.distance is not None and not one.ranks for one in comparison.failing)
         if first is None or comparison.has_failed or not is_measured:
             continue

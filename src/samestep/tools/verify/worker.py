@@ -66,6 +66,7 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
     uses_devices = recipe.strategy.name == "device_map" and trial.reference is not None
     if trial.processes == 1 and not uses_devices:
         recipe = replace(recipe, strategy=StrategyConfig())
+    # Without loader workers, in whose processes experiments would observe no sample.
     options = RunOptions(device=trial.device, workers=0)
     with start_world(recipe, options) as world, suppress(StopRequested):
         built = build(recipe, options, world)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from samestep.tools.audit.data_findings import data_findings
 from samestep.tools.audit.events import EventWriter
-from samestep.tools.audit.step_findings import differs, step_findings
+from samestep.tools.audit.findings import data_findings, differs, step_findings
 from samestep.tools.audit.worlds import World, group_worlds, matching_passes, read_events
 
 Event = dict[str, Any]
@@ -99,12 +98,6 @@ def test_learning_rate_is_the_cause_of_different_parameters() -> None:
     assert names([update(0, 1.0), update(1, 2.0)], [update(0, 1.0, rate=0.2), update(1, 3.0, rate=0.2)]) == [
         "different-learning-rates"
     ]
-
-
-def test_last_step_that_is_not_finite_has_no_finding() -> None:
-    finite, last = update(0, 1.0), update(1, math.nan)
-    assert names([finite, last]) == []
-    assert names([finite, last, update(2, math.nan)]) == ["non-finite-values"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -100,21 +100,14 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize(("ranks", "named"), [(1, None), (2, (0, 1))])
 @pytest.mark.parametrize("name", CHANGES)
-def test_change_on_all_ranks_is_located(name: str) -> None:
+def test_change_is_located(name: str, ranks: int, named: tuple[int, int] | None) -> None:
     path, value, quantity = CHANGES[name]
-    result = changed((2, *path), value)
+    result = changed((2, *path), value, ranks)
     assert result.first is not None
-    assert (result.first.step, result.first.quantity, result.first.ranks) == (2, quantity, None)
+    assert (result.first.step, result.first.quantity, result.first.ranks) == (2, quantity, named)
     assert [key for key in QUANTITIES if result.verdict(key) == "differs"] == [quantity]
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_change_on_one_rank_names_both_ranks(name: str) -> None:
-    path, value, quantity = CHANGES[name]
-    first = changed((2, *path), value, ranks=2).first
-    assert first is not None
-    assert (first.step, first.quantity, first.ranks) == (2, quantity, (0, 1))
 
 
 def test_causes_precede_consequences() -> None:
