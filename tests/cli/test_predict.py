@@ -121,7 +121,6 @@ def test_file_that_cannot_be_written(place: Path, tmp_path: Path) -> None:
 WRONG = {
     "predict runs/a": "E_OPTION_CONFLICT",
     "predict runs/a none.png": "E_FILE_MISSING",
-    "predict runs/a runs": "E_FILE_MISSING",  # a folder
     "predict runs/a --prompt x": "E_OPTION_CONFLICT",
     "predict runs/a 3.png --prompt x": "E_OPTION_CONFLICT",
     "predict runs/a 3.png --out pictures": "E_OPTION_CONFLICT",

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from samestep.cli.main import parse_arguments
+from samestep.cli.models import files_of
 from samestep.cli.train import Train
-from samestep.errors import RecipeError, SamestepError
+from samestep.errors import InputError, RecipeError, SamestepError
 from samestep.recipes.recipe_files import load_recipe, recipe_for, require_paths
 from samestep.runs import not_a_run, run_folder
 
@@ -176,3 +177,24 @@ def test_without_a_run_a_command_that_makes_one_is_suggested(place: Path, refuse
     err = refused("resume", "first")
     assert "first is not a run" in err
     accept(shlex.split(err.splitlines()[-1].partition("samestep ")[2]))
+
+
+# --- files of predict ---
+
+
+def test_folder_stands_for_its_files(place: Path) -> None:
+    (place / "photos" / ".hidden").write_text("", encoding="utf-8")
+    assert files_of([Path("photos"), Path("reviews.csv")]) == [
+        Path("photos/cat/1.png"),
+        Path("photos/dog/1.png"),
+        Path("reviews.csv"),
+    ]
+
+
+def test_folder_without_files_is_an_error(place: Path) -> None:
+    (place / "empty").mkdir()
+    with pytest.raises(InputError, match="empty has no files"):
+        files_of([Path("empty")])
+    with pytest.raises(InputError, match=r"review\.csv is not a file") as error:
+        files_of([Path("review.csv")])
+    assert error.value.fix == "did you mean reviews.csv?"

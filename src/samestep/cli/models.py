@@ -29,7 +29,7 @@ from samestep.cli.options import (
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
 from samestep.config.validation import require_package
-from samestep.errors import EXIT_DONE
+from samestep.errors import EXIT_DONE, InputError
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import (
@@ -148,7 +148,9 @@ class Predict(JsonOption, DeviceOption, RunArgument):
 
     example: ClassVar = "samestep predict runs/first picture.png"
 
-    files: Sequence[Path] = argument("FILE", "input files", nargs="*", type=expanded)
+    files: Sequence[Path] = argument(
+        "FILE", "input files, or folders of input files", nargs="*", type=expanded
+    )
     out: Path | None = option("folder for predicted masks, for segmentation", "DIR")
     prompt: str | None = option("text to complete, for language models", "TEXT")
     tokens: int = option("tokens to generate", "N", default=100)
@@ -158,8 +160,7 @@ class Predict(JsonOption, DeviceOption, RunArgument):
         if (self.prompt is None) == (not self.files):
             fix = "samestep predict RUN FILE, or samestep predict RUN --prompt TEXT"
             raise option_conflict("predict needs files, or a prompt for a language model", fix)
-        for file in self.files:
-            require_file(file)
+        files = files_of(self.files)
         plan = plan_from_checkpoint(self.folder, self.checkpoint, [], trust=self.trust)
         options = RunOptions(device=self.device, quiet=True)
         model = (plan.recipe, options, read_dataset_info(self.folder), plan.checkpoint)
@@ -168,9 +169,30 @@ class Predict(JsonOption, DeviceOption, RunArgument):
             text = call("complete", *model, self.prompt, self.tokens)
             self.result(text, text["text"])
             return EXIT_DONE
-        for prediction in call("predict", *model, tuple(self.files), self.out):
+        for prediction in call("predict", *model, tuple(files), self.out):
             self.result(prediction, *_prediction_lines(prediction))
         return EXIT_DONE
+
+
+def files_of(paths: Sequence[Path]) -> list[Path]:
+    """Return the files of the arguments: of a folder all files in it, without hidden ones."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            require_file(path)
+            files.append(path)
+            continue
+        with output_errors(f"{path} cannot be read", "a readable folder", "another folder"):
+            inside = [
+                one
+                for one in sorted(path.rglob("*"))
+                if one.is_file() and not one.name.startswith(".")
+            ]
+        if not inside:
+            fix = "the path of a file, or of a folder with files"
+            raise InputError(f"{path} has no files", "input files", fix, code="E_FILE_MISSING")
+        files += inside
+    return files
 
 
 def _prediction_lines(prediction: dict[str, Any]) -> list[str]:

@@ -378,10 +378,8 @@ def require_file(path: Path) -> None:
     """Raise an `InputError` unless the path is a file."""
     if not path.is_file():
         value = f"{path} is not a file"
-        fix = "check the path"
         near = nearest_path(path)
-        if near is not None and near != path:  # a folder is the nearest to itself
-            fix = f"did you mean {near}?"
+        fix = "check the path" if near is None else f"did you mean {near}?"
         raise InputError(value, "an existing file", fix, code="E_FILE_MISSING")
 
 
