@@ -1,6 +1,7 @@
-"""Texts for a person and for tools: help, completion and JSON schema."""
+"""Texts for a person and for tools: help, completion, JSON schema, and the warning about too many processes."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from samestep.cli.commands import COMMANDS, help_text, recipe_summaries
+from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.main import main
+from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DONE, EXIT_INPUT
 from samestep.recipes.recipe_files import shipped_recipes
 from samestep.recipes.settings import recipe_schema
@@ -129,3 +132,16 @@ def test_completion_without_shtab_names_the_package(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == EXIT_INPUT
     assert "pip install shtab" in done.stderr
+
+
+# --- number of processes ---
+
+
+def test_many_processes_on_few_cores_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cores = usable_processors()
+    monkeypatch.setattr(logging.getLogger("samestep"), "propagate", True)
+    for number, is_warned in ((4 * cores, False), (32 * cores, True)):
+        assert LaunchOptions(processes=str(number), device="cpu").process_range() == (number, number)
+        assert (f"slower than --processes {cores}" in caplog.text) == is_warned

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from samestep.launcher.process_state import Job
 
 _MOST_ON_CORES = 8  # ranks of `auto` on a machine without GPUs
+_MOST_PER_CORE = 4  # ranks on CPUs without a warning
 _POLL_SECONDS = 0.02
 _PLAN_KEY = "command/plan"
 _joined: list[RankPlace] = []
@@ -148,6 +149,10 @@ class LaunchOptions(DeviceOption):
             # Before ranks start: an impossible number would otherwise fail on each of them.
             for number in (count, minimum):
                 resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
+        cores = usable_processors()
+        if count > _MOST_PER_CORE * cores and not (self.device != "cpu" and gpu_names()):
+            text = f"{plural(count, 'process')} share {plural(cores, 'core')}"
+            logger.warning("%s: slower than --processes %d", text, cores)
         return minimum, count
 
     def _auto_processes(self, recipe: Recipe | None) -> int:
