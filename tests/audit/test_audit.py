@@ -14,7 +14,7 @@ import pytest
 
 from helpers.system import COMMAND, Done, Running, environment, samestep
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
-from samestep.tools.audit.findings import FIXES
+from samestep.tools.audit.step_findings import FIXES
 from samestep.tools.audit.worlds import group_worlds
 
 SCRIPTS = Path(__file__).parent / "scripts"

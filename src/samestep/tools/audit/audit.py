@@ -27,14 +27,12 @@ from samestep.distributed.env import all_variables
 from samestep.distributed.logging import plain_console
 from samestep.distributed.signals import GROUP_SIGNALS, handled_signals
 from samestep.errors import InputError, printable
-from samestep.tools.audit.findings import (
-    Finding,
-    copy_findings,
+from samestep.tools.audit.data_findings import (
     data_findings,
     file_findings,
-    step_findings,
     unchecked_evaluations,
 )
+from samestep.tools.audit.step_findings import Finding, copy_findings, step_findings
 from samestep.tools.audit.worlds import World, group_worlds, read_events
 from samestep.units import plural
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from samestep.tools.audit.data_findings import data_findings
 from samestep.tools.audit.events import EventWriter
-from samestep.tools.audit.findings import data_findings, differs, step_findings
+from samestep.tools.audit.step_findings import differs, step_findings
 from samestep.tools.audit.worlds import World, group_worlds, matching_passes, read_events
 
 Event = dict[str, Any]

@@ -1,0 +1,230 @@
+"""Names of all findings of an audit, and rules for replicas and losses."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from samestep.tools.audit.worlds import Event, World, passes
+from samestep.units import plural
+
+# Stable names, and the fix of each; the tables of docs/guides/audit.md have the same.
+FIXES = {
+    "repeated-samples": "give the loader DistributedSampler(dataset), or parts of the data",
+    "missing-samples": "divide all samples: DistributedSampler with the ranks of the group",
+    "evaluation-counted-twice": "cut the padding off after a gather, or evaluate "
+    "Subset(dataset, range(rank, len(dataset), ranks)) and add sums and counts",
+    "repeated-order": "call sampler.set_epoch(epoch) before each epoch",
+    "equal-random-draws": "seed the generators with seed + rank after the model is built",
+    "different-parameters": "build, load and average models by the same code on every rank, before "
+    "DistributedDataParallel",
+    "different-learning-rates": "compute learning rates from values that all ranks share",
+    "unreduced-gradients": "call the DistributedDataParallel module, not its inner module",
+    "loss-normalisation": "divide the sum of each loss by the targets of all ranks",
+    "files-written-by-several-ranks": "write on rank 0 only: if dist.get_rank() == 0",
+    "independent-copies": "call torch.distributed.init_process_group, and wrap the model in "
+    "DistributedDataParallel; or start one process",
+}
+_TOLERANCE = 1e-4  # relative; ranks on different devices can round differently
+_COUNT_RATIO = 1.05  # of the numbers of targets of two losses
+_MIN_UPDATES = 3
+
+Summary = list[float] | None
+Update = dict[int, Event]  # one optimizer step of all ranks
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake with its evidence."""
+
+    name: str
+    evidence: str
+    line: str  # of the user's script, empty if unknown
+    fix: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fix", FIXES[self.name])
+
+
+def differs(first: Summary, second: Summary) -> bool:
+    """Whether two finite summaries of tensors differ by more than rounding."""
+    if first is None or second is None or not all(map(math.isfinite, (*first, *second))):
+        return False
+    scale = _TOLERANCE * max(first[0], second[0])
+    return abs(first[0] - second[0]) > scale or abs(first[1] - second[1]) > 10 * scale
+
+
+def copy_findings(world: World) -> Iterator[Finding]:
+    """Yield the finding of ranks that a launcher started, and that train without a group."""
+    if not world.has_group:
+        line = world.events("update")[0][0]["line"]
+        text = f"the launcher started {plural(world.size, 'rank')}; each trains a model of its own"
+        yield Finding("independent-copies", f"{text}, without a process group", line)
+
+
+def step_findings(world: World) -> Iterator[Finding]:
+    """Yield the findings of a world about its optimizer steps."""
+    updates = _updates(world)
+    if updates and not any(event["hooked"] for event in updates[0].values()):
+        yield from _losses(world, updates)
+    if world.size == 1:
+        return
+    findings = list(_learning_rates(updates))[:1]
+    if not findings and updates and not any(event["hooked"] for event in updates[0].values()):
+        findings = list(_replicas(world, updates))
+    yield from findings
+
+
+# --- replicas -----------------------------------------------------------------------------------
+
+
+def _updates(world: World, kind: str = "update") -> list[Update]:
+    """Return the observed optimizer steps of all ranks with equal optimizers."""
+    steps: dict[tuple[int, int], Update] = defaultdict(dict)
+    for rank, events in world.events(kind).items():
+        for event in events:
+            steps[event["step"], event["optimizer"]][rank] = event
+    complete = [update for _, update in sorted(steps.items()) if len(update) == world.size]
+    return [one for one in complete if all(e["shapes"] == one[0]["shapes"] for e in one.values())]
+
+
+def _different(update: Update, kind: str) -> dict[str, int]:
+    """Return the names of tensors that differ between ranks, with a rank that differs from 0."""
+    return {
+        name: rank
+        for rank, event in update.items()
+        for name, summary in event[kind].items()
+        if differs(update[0][kind][name], summary)
+    }
+
+
+def _is_replicated(update: Update) -> bool:
+    return all(event["replicated"] for event in update.values())
+
+
+def _has_equal_gradients(update: Update) -> bool:
+    """Whether all observed gradients are equal on all ranks, and not zero."""
+    summaries = [summary for event in update.values() for summary in event["gradients"].values()]
+    if not summaries or None in summaries or _different(update, "gradients"):
+        return False
+    return any(summary[0] > 0 for summary in summaries)
+
+
+def reduces_gradients(world: World) -> bool:
+    """Whether the ranks train replicas of one model."""
+    updates = _updates(world)
+    return bool(updates) and all(
+        _is_replicated(one) or _has_equal_gradients(one) for one in updates
+    )
+
+
+def _learning_rates(updates: list[Update]) -> Iterator[Finding]:
+    if not updates or not (_is_replicated(updates[0]) or not _different(updates[0], "values")):
+        return
+    for update in updates:
+        for rank, event in update.items():
+            if event["rates"] != update[0]["rates"]:
+                text = f"rank 0 uses {update[0]['rates']} and rank {rank} {event['rates']}"
+                text = f"at step {event['step']}, {text}"
+                yield Finding("different-learning-rates", text, event["line"])
+
+
+def _replicas(world: World, updates: list[Update]) -> Iterator[Finding]:
+    """Find replicas that become different, and the first cause: gradients or parameters."""
+    gradients = [update for update in updates if _different(update, "gradients")]
+    values = [update for update in updates if _different(update, "values")]
+    is_replicated = _is_replicated(updates[0])
+    has_cause = bool(gradients)
+    if not is_replicated:
+        # Without DistributedDataParallel, all gradients have to differ, and the parameters from a
+        # common start on, while a sampler divides the samples among all ranks.
+        becomes_different = bool(values) and not _different(updates[0], "values")
+        is_always = len(gradients) == len(updates) >= _MIN_UPDATES
+        has_cause = is_always and divides_samples(world) and becomes_different
+    if has_cause and (not values or gradients[0][0]["step"] <= values[0][0]["step"]):
+        if not _become_equal([*values, *updates, *_updates(world, "end")], values):
+            share = f"in {len(gradients)} of {plural(len(updates), 'observed step')}"
+            yield _difference("unreduced-gradients", gradients[0], "gradients", share)
+    elif values and (is_replicated or all(map(_has_equal_gradients, updates))):
+        share = f"in {len(values)} of {plural(len(updates), 'observed step')}"
+        yield _difference("different-parameters", values[0], "values", share)
+
+
+def _become_equal(updates: list[Update], values: list[Update]) -> bool:
+    """Whether a parameter that differed is equal later, as if ranks average parameters."""
+    different = {
+        name: update[0]["step"]
+        for update in reversed(values)
+        for name in _different(update, "values")
+    }
+    return any(
+        update[0]["step"] > different.get(name, math.inf)
+        and name not in _different(update, "values")
+        for update in updates
+        for name in update[0]["values"]
+    )
+
+
+def _difference(name: str, update: Update, kind: str, share: str) -> Finding:
+    tensor, rank = next(iter(_different(update, kind).items()))
+    norms = [update[number][kind][tensor][0] for number in (0, rank)]
+    subject = f"the gradient of {tensor}" if kind == "gradients" else tensor
+    text = f"{subject} has norm {norms[0]:.6g} on rank 0 and {norms[1]:.6g} on rank {rank}"
+    text = f"at step {update[0]['step']}, {text}; ranks differ {share}"
+    return Finding(name, text, update[0]["line"])
+
+
+def divides_samples(world: World) -> bool:
+    """Whether each rank has a pass whose sampler divides samples among all ranks."""
+    return all(
+        any(one.info["replicas"] == world.size for one in passes(events))
+        for events in world.ranks.values()
+    )
+
+
+# --- losses -------------------------------------------------------------------------------------
+
+
+def _losses(world: World, updates: list[Update]) -> Iterator[Finding]:
+    """Find losses with equal weights in the gradient although they are means over other numbers."""
+    if world.size > 1 and not _is_replicated(updates[0]):
+        return
+    calls: dict[int, list[list[Event]]] = defaultdict(list)  # by step; one list per rank
+    for events in world.events("loss").values():
+        by_step: dict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            by_step[event["step"]].append(event)
+        for step, of_step in by_step.items():
+            calls[step].append(of_step)
+    expected = _batches_per_update(world)
+    steps = [
+        [event for events in ranks for event in events]
+        for ranks in calls.values()
+        if len(ranks) == world.size and all(len(events) == expected for events in ranks)
+    ]
+    if 2 * len(steps) < len(calls):  # several losses per batch; fewer at the end of an epoch
+        return
+    unequal = []  # with equal weights in the gradient
+    for events in steps:
+        sizes = [event["count"] for event in events]
+        scales = [event["scale"] for event in events]
+        is_equal = min(scales) > 0 and max(scales) - min(scales) <= _TOLERANCE * max(scales)
+        if is_equal and min(sizes) > 0 and max(sizes) >= _COUNT_RATIO * min(sizes):
+            unequal.append(events)
+    if len(unequal) >= _MIN_UPDATES and 2 * len(unequal) >= len(steps):
+        counts = [event["count"] for event in unequal[0]]
+        first = unequal[0][0]
+        means = f"means over {min(counts):,} and over {max(counts):,} targets"
+        text = f"at step {first['step']}, {means} have equal weights"
+        text = f"{text}; so in {len(unequal)} of {plural(len(steps), 'observed step')}"
+        yield Finding("loss-normalisation", text, first["line"])
+
+
+def _batches_per_update(world: World) -> float:
+    """Return the usual number of batches of training between two optimizer steps."""
+    trained = [one for one in passes(world.ranks[0]) if one.trains]
+    steps = Counter(batch["step"] for one in trained for batch in one.batches)
+    return median(steps.values() or [0])
