@@ -68,10 +68,10 @@ class _TorchFinder:
         from samestep.tools.audit.functions import observe_files, observe_functions
         from samestep.tools.audit.loaders import observe_loaders
         from samestep.tools.audit.session import Session
-        from samestep.tools.audit.steps import observe_steps
+        from samestep.tools.audit.steps import observe_modules, observe_steps
 
         session = Session(self._writer)
         observe_steps(session)
-        observe_loaders(session)
+        observe_loaders(session, before_pass=observe_modules(session).begins)
         observe_functions(session)
         observe_files(session)

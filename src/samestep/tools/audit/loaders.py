@@ -7,7 +7,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePath
@@ -54,10 +54,11 @@ class _Pass:
 
 
 class LoadingObserver:
-    """Observer of all map-style loaders of a process."""
+    """Observer of all map-style loaders of a process; `before_pass` is called before each pass."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, before_pass: Callable[[], None]) -> None:
         self._session = session
+        self._before_pass = before_pass
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self._count = 0
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -68,6 +69,7 @@ class LoadingObserver:
 
     def begin(self, _: None, iterator: Any, loader: Any) -> None:
         """Write the dataset, the sampler and the line of a new pass."""
+        self._before_pass()
         dataset = iterator._dataset
         is_map = iterator._dataset_kind == torch_dataloader._DatasetKind.Map
         if not is_map or not hasattr(dataset, "__len__"):
@@ -196,9 +198,9 @@ class LoadingObserver:
             self._session.emit("fetch_draws", samples=samples, states=used)
 
 
-def observe_loaders(session: Session) -> None:
+def observe_loaders(session: Session, before_pass: Callable[[], None]) -> None:
     """Observe the iterators and fetches of all loaders, and the reductions of counts."""
-    observer = LoadingObserver(session)
+    observer = LoadingObserver(session, before_pass)
     yielded = session.guarded(observer.yielded)
     ended = session.guarded(observer.ended)
     base: Any = torch_dataloader._BaseDataLoaderIter

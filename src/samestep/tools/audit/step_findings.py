@@ -1,4 +1,4 @@
-"""Names of all findings of an audit, and rules for replicas and losses."""
+"""Names of all findings of an audit, and rules for replicas, modules and losses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import median
+from typing import Any
 
 from samestep.tools.audit.worlds import Event, World, passes
 from samestep.units import plural
@@ -21,6 +23,7 @@ FIXES = {
     "equal-random-draws": "seed the generators with seed + rank after the model is built",
     "different-parameters": "build, load and average models by the same code on every rank, before "
     "DistributedDataParallel",
+    "different-buffers": "evaluate the DistributedDataParallel module, or broadcast buffers before",
     "different-learning-rates": "compute learning rates from values that all ranks share",
     "unreduced-gradients": "call the DistributedDataParallel module, not its inner module",
     "loss-normalisation": "divide the sum of each loss by the targets of all ranks",
@@ -33,7 +36,7 @@ _COUNT_RATIO = 1.05  # of the numbers of targets of two losses
 _MIN_UPDATES = 3
 
 Summary = list[float] | None
-Update = dict[int, Event]  # one optimizer step of all ranks
+Update = dict[int, Event]  # one optimizer step, or evaluation, of all ranks
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,13 @@ def step_findings(world: World) -> Iterator[Finding]:
         yield from _losses(world, updates)
     if world.size == 1:
         return
-    findings = list(_learning_rates(updates))[:1]
-    if not findings and updates and not any(event["hooked"] for event in updates[0].values()):
-        findings = list(_replicas(world, updates))
-    yield from findings
+    of_ranks = list(islice(_learning_rates(updates), 1))
+    if not of_ranks and updates and not any(event["hooked"] for event in updates[0].values()):
+        of_ranks = list(_replicas(world, updates))
+    yield from of_ranks
+    evaluated = list(_modules(world))
+    # Replicas that differ in training differ in evaluations, too.
+    yield from [one for one in evaluated if one.name == "different-buffers" or not of_ranks]
 
 
 # --- replicas -----------------------------------------------------------------------------------
@@ -175,6 +181,36 @@ def _difference(name: str, update: Update, kind: str, share: str) -> Finding:
     text = f"{subject} has norm {norms[0]:.6g} on rank 0 and {norms[1]:.6g} on rank {rank}"
     text = f"at step {update[0]['step']}, {text}; ranks differ {share}"
     return Finding(name, text, update[0]["line"])
+
+
+def _modules(world: World) -> Iterator[Finding]:
+    """Find modules that differ between ranks which evaluate with them, or parts of the data."""
+    trains = any(world.events("update").values())
+    if trains and not reduces_gradients(world):
+        return
+    if not trains and not divides_samples(world):
+        return
+    evaluations: dict[Any, Update] = defaultdict(dict)
+    for rank, events in world.events("evaluation").items():
+        counts: Counter[Any] = Counter()
+        for event in events:
+            place = (event["step"], event["line"], event["module"])
+            counts[place] += 1
+            evaluations[*place, counts[place]][rank] = event
+    kinds = {"values": "different-parameters", "buffers": "different-buffers"}
+    for kind, finding in kinds.items():
+        for update in evaluations.values():
+            names = {tuple(event[kind]) for event in update.values()}
+            if len(update) < world.size or len(names) > 1:
+                continue
+            different = _different(update, kind)
+            if different:
+                name, rank = next(iter(different.items()))
+                steps = plural(update[0]["step"], "step")
+                text = f"an evaluation after {steps} uses different values of {name}"
+                text = f"{text} of {update[0]['module']} on ranks 0 and {rank}"
+                yield Finding(finding, text, update[0]["line"])
+                break
 
 
 def divides_samples(world: World) -> bool:

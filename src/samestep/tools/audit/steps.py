@@ -1,4 +1,4 @@
-"""Observer of optimizer steps: parameters, gradients and learning rates."""
+"""Observers of optimizer steps, and of modules in evaluations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
@@ -22,7 +23,8 @@ from samestep.tools.audit.events import user_line
 from samestep.tools.audit.session import Session
 
 _TENSORS = 8  # of a step
-_FIRST_TENSORS = 64  # of the first and the last step
+_FIRST_TENSORS = 64  # of the first and the last step, and of a module in an evaluation
+_MODULES = 8  # of an evaluation
 _FINALIZE_PRIORITY = 100  # before the temporary files of multiprocessing
 _VALUES = 1024  # of a tensor
 
@@ -126,6 +128,84 @@ def observe_steps(session: Session) -> None:
     session.observe(DistributedDataParallel, "__init__", after=observer.replicates)
 
 
+class ModuleObserver:
+    """Observer of the first call of each module in an evaluation.
+
+    An average of the weights, a teacher, or the module inside of `DistributedDataParallel` is no
+    replica whose gradients are reduced, and so can differ between ranks. An evaluation can begin
+    after an optimizer step, or with a pass of a loader, and ends with a call in training. The hook
+    of all modules exists in between only, since each call pays for it.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._hook: Any = None
+        self._seen: set[int] = set()  # ids of modules, and of their parts
+        self._count = 0
+        self._compiles = False
+
+    def begins(self) -> None:
+        """Observe the next calls, unless the program compiles: a hook changes compiled code."""
+        self._seen.clear()
+        self._count = 0
+        if self._hook is None and not self._compiles:
+            self._hook = register_module_forward_pre_hook(self._session.guarded(self._called))
+
+    def steps(self, *_: Any) -> None:
+        """Observe the calls after an optimizer step whose tensors are observed."""
+        if self._session.is_observed:
+            self.begins()
+
+    def compiles(self, *_: Any, **__: Any) -> None:
+        """End the observation: the program compiles modules."""
+        self._compiles = True
+        self._end()
+        self._session.emit("compiled")
+
+    def _end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _called(self, module: torch.nn.Module, _: Any) -> None:
+        """Write values of a module, if it is not a part of one that has been called."""
+        if id(module) in self._seen or _is_traced():
+            return
+        parameters = dict(module.named_parameters())
+        buffers = {name: one for name, one in module.named_buffers() if one.is_floating_point()}
+        if not parameters and not buffers:
+            return
+        if (module.training and torch.is_grad_enabled()) or self._count == _MODULES:
+            self._end()
+            return
+        self._seen.add(id(module))
+        # It sends its buffers to all ranks before it calls its inner module.
+        parts = list(module.modules())
+        if any(isinstance(part, DistributedDataParallel) for part in parts):
+            return
+        self._seen.update(map(id, parts))
+        self._count += 1
+        if module.training:
+            buffers = {}  # of a forward in training: those of each rank
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        kinds = []
+        for tensors in (parameters, buffers):
+            names = [name for name in tensors if name not in ignored]
+            kinds.append(_first_values({name: tensors[name] for name in names[:_FIRST_TENSORS]}))
+        values, buffer_values = _summaries(*kinds)
+        facts = {"values": values, "buffers": buffer_values, "module": type(module).__name__}
+        self._session.emit("evaluation", **facts, line=user_line())
+
+
+def observe_modules(session: Session) -> ModuleObserver:
+    """Observe modules in evaluations; the observer's `begins` is also called before each pass."""
+    observer = ModuleObserver(session)
+    steps = session.guarded(observer.steps)
+    register_optimizer_step_post_hook(lambda *_: steps())
+    session.observe(torch, "compile", before=observer.compiles)
+    return observer
+
+
 def _first_values(tensors: Values) -> dict[str, torch.Tensor | None]:
     """Return copies of first values in float64, and None for tensors that cannot be compared."""
     result: dict[str, torch.Tensor | None] = {}
@@ -159,3 +239,10 @@ def _summaries(*parts: Values) -> list[Summaries]:
         {name: None if value is None else [*next(pairs)] for name, value in part.items()}
         for part in parts
     ]
+
+
+def _is_traced() -> bool:
+    """Whether operations are recorded or transformed, so that values cannot be read."""
+    interpreters = torch._C._functorch.peek_interpreter_stack()
+    is_traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
+    return is_traced or interpreters is not None
