@@ -43,6 +43,7 @@ _SUBJECTS = {
     "random draws": {"dropout", "fetch_draws"},
     "parameters and learning rates": {"update"},
     "losses": {"loss"},
+    "schedules": {"schedule"},
     "modules in evaluations": {"evaluation"},
     "counts of evaluations": {"count"},
     "written files": {"file"},

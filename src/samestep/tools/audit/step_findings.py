@@ -1,4 +1,4 @@
-"""Names of all findings of an audit, and rules for replicas, modules and losses."""
+"""Names of all findings of an audit, and rules for replicas, modules, schedules and losses."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ FIXES = {
     "different-buffers": "evaluate the DistributedDataParallel module, or broadcast buffers before",
     "different-learning-rates": "compute learning rates from values that all ranks share",
     "unreduced-gradients": "call the DistributedDataParallel module, not its inner module",
+    "schedule-stepped-too-often": "step it once per optimizer step, and count its period in these",
     "loss-normalisation": "divide the sum of each loss by the targets of all ranks",
     "files-written-by-several-ranks": "write on rank 0 only: if dist.get_rank() == 0",
     "independent-copies": "call torch.distributed.init_process_group, and wrap the model in "
@@ -34,6 +35,8 @@ FIXES = {
 _TOLERANCE = 1e-4  # relative; ranks on different devices can round differently
 _COUNT_RATIO = 1.05  # of the numbers of targets of two losses
 _MIN_UPDATES = 3
+_ENDED = 1.5  # length of a schedule, relative to its period
+_ZERO = 0.25  # share of the optimizer steps
 
 Summary = list[float] | None
 Update = dict[int, Event]  # one optimizer step, or evaluation, of all ranks
@@ -71,6 +74,7 @@ def copy_findings(world: World) -> Iterator[Finding]:
 def step_findings(world: World) -> Iterator[Finding]:
     """Yield the findings of a world about its optimizer steps."""
     updates = _updates(world)
+    yield from _schedules(world)
     if updates and not any(event["hooked"] for event in updates[0].values()):
         yield from _losses(world, updates)
     if world.size == 1:
@@ -221,7 +225,27 @@ def divides_samples(world: World) -> bool:
     )
 
 
-# --- losses -------------------------------------------------------------------------------------
+# --- schedules and losses -----------------------------------------------------------------------
+
+
+def _schedules(world: World) -> Iterator[Finding]:
+    for event in world.events("schedule")[0]:
+        gaps = Counter({int(count): number for count, number in event["per_update"].items()})
+        if event["optimizers"] > 1 or gaps.total() < _MIN_UPDATES:
+            continue
+        # A schedule that steps once per epoch can repeat its period on purpose.
+        is_by_step = 2 * sum(number for count, number in gaps.items() if count) >= gaps.total()
+        passed_period = event["period"] is not None and event["steps"] >= _ENDED * event["period"]
+        zero = event["zero_updates"]
+        has_ended = zero > 1 and zero >= _ZERO * event["updates"]
+        if not (is_by_step and passed_period) and not has_ended:
+            continue
+        evidence = f"the learning rate is zero in {zero} of {event['updates']} optimizer steps"
+        if passed_period:
+            evidence = f"its period has {event['period']} steps"
+        steps = f"{event['steps']} steps in {event['updates']} optimizer steps"
+        text = f"{event['name']} makes {steps}: {evidence}"
+        yield Finding("schedule-stepped-too-often", text, event["line"])
 
 
 def _losses(world: World, updates: list[Update]) -> Iterator[Finding]:

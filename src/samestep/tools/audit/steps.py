@@ -1,10 +1,11 @@
-"""Observers of optimizer steps, and of modules in evaluations."""
+"""Observers of optimizer steps and schedules, and of modules in evaluations."""
 
 from __future__ import annotations
 
 import os
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from multiprocessing.util import Finalize
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -27,13 +29,28 @@ _FIRST_TENSORS = 64  # of the first and the last step, and of a module in an eva
 _MODULES = 8  # of an evaluation
 _FINALIZE_PRIORITY = 100  # before the temporary files of multiprocessing
 _VALUES = 1024  # of a tensor
+_SCHEDULE_FACTS = ("name", "period", "steps", "updates", "zero_updates", "line")
 
 Values = Mapping[str, torch.Tensor | None]
 Summaries = dict[str, list[float] | None]
 
 
+class _Schedule:
+    """Counts of the steps of one scheduler."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.name = type(scheduler).__name__
+        self.period = getattr(scheduler, "T_max", None)
+        self.steps = 0
+        self.since_update = 0
+        self.per_update: Counter[int] = Counter()  # scheduler steps between two optimizer steps
+        self.zero_updates = 0  # optimizer steps with a learning rate of zero
+        self.updates = 0
+        self.line = ""
+
+
 class StepObserver:
-    """Observer of the optimizers and `DistributedDataParallel` modules of a process."""
+    """Observer of the optimizers, schedulers and `DistributedDataParallel` modules of a process."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -41,6 +58,9 @@ class StepObserver:
         self._optimizer_count = 0
         self._before: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]]
         self._before = weakref.WeakKeyDictionary()
+        self._schedules: weakref.WeakKeyDictionary[Optimizer, dict[int, _Schedule]]
+        self._schedules = weakref.WeakKeyDictionary()
+        self._all_schedules: list[_Schedule] = []
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._finalized_pid = 0
@@ -66,11 +86,29 @@ class StepObserver:
             before["values"], before["gradients"] = _summaries(before["values"], gradients)
             session.emit("update", optimizer=number, **before, line=user_line())
         session.optimizer = number
+        for schedule in self._schedules.get(optimizer, {}).values():
+            if schedule.updates:
+                schedule.per_update[schedule.since_update] += 1
+            schedule.since_update = 0
+            schedule.updates += 1
+            schedule.zero_updates += all(group.get("lr") == 0 for group in optimizer.param_groups)
         if os.getpid() != self._finalized_pid:
             # At the end of the process, also of multiprocessing, which runs no `atexit` functions.
             self._finalized_pid = os.getpid()
             Finalize(None, session.guarded(self._write_end), exitpriority=_FINALIZE_PRIORITY)
         session.steps += 1
+
+    def schedules(self, scheduler: LRScheduler, *_: Any, **__: Any) -> None:
+        """Count a step of a scheduler."""
+        schedules = self._schedules.setdefault(scheduler.optimizer, {})
+        if id(scheduler) not in schedules:
+            schedules[id(scheduler)] = _Schedule(scheduler)
+            self._all_schedules.append(schedules[id(scheduler)])
+            return  # the step of the constructor
+        schedule = schedules[id(scheduler)]
+        schedule.steps += 1
+        schedule.since_update += 1
+        schedule.line = schedule.line or user_line()
 
     def replicates(self, _: None, model: DistributedDataParallel, *__: Any, **___: Any) -> None:
         """Store the parameters with gradients that `DistributedDataParallel` reduces."""
@@ -116,15 +154,20 @@ class StepObserver:
             del state["tensors"]
             [values] = _summaries(state.pop("values"))
             session.emit("end", optimizer=number, **state, values=values)
+        for schedule in self._all_schedules:
+            facts = {name: getattr(schedule, name) for name in _SCHEDULE_FACTS}
+            gaps = {str(count): number for count, number in schedule.per_update.items()}
+            session.emit("schedule", optimizers=self._optimizer_count, **facts, per_update=gaps)
 
 
 def observe_steps(session: Session) -> None:
-    """Observe all optimizers and `DistributedDataParallel` modules."""
+    """Observe all optimizers, schedulers and `DistributedDataParallel` modules."""
     observer = StepObserver(session)
     begins = session.guarded(observer.begins)
     ends = session.guarded(observer.ends)
     register_optimizer_step_pre_hook(lambda optimizer, *_: begins(optimizer))
     register_optimizer_step_post_hook(lambda optimizer, *_: ends(optimizer))
+    session.observe(LRScheduler, "step", before=observer.schedules)
     session.observe(DistributedDataParallel, "__init__", after=observer.replicates)
 
 
