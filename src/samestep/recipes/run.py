@@ -116,11 +116,8 @@ def fit(
     stopped = False
     with checkpoints:  # waits for the last one before the result reports success
         checkpoints.begin()
-        if not driver.steps:  # an evaluation that cannot be computed must not cost an epoch
-            first = islice(complete_epoch(built.evaluation), 1)
-            names = driver.evaluate(first, built.metrics, is_trial=True)
-            if names and "loss" in names:  # otherwise no sample of the batch can be used
-                checkpoints.is_best(names)  # raises an error if there is no value `best_by`
+        if not driver.steps:
+            _try_evaluation(built, checkpoints)
         is_complete = batches.cursor.epoch >= epochs or checkpoints.patience_is_over
         if is_complete and not checkpoints.awaits_evaluation:
             # Nothing remains of a complete run, but its summary has the values of an evaluation.
@@ -158,6 +155,14 @@ def fit(
         if stopped:
             checkpoints.save()
     return values, stopped
+
+
+def _try_evaluation(built: Built, checkpoints: RecipeCheckpoints) -> None:
+    """Evaluate one batch: an evaluation that cannot be computed must not cost an epoch."""
+    first = islice(complete_epoch(built.evaluation), 1)
+    names = built.driver.evaluate(first, built.metrics, is_trial=True)
+    if names and "loss" in names:  # otherwise no sample of the batch can be used
+        checkpoints.is_best(names)  # raises an error if there is no value `best_by`
 
 
 def _rest_of_epoch(

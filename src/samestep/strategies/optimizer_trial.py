@@ -115,12 +115,15 @@ def _updated(
     replaced: dict[int, Any] = {}
     updated: list[torch.Tensor | None] = []
     for parameter, tensor in zip(parameters, tensors, strict=True):
-        value = torch.zeros_like(parameter, dtype=torch.float64) if tensor is None else tensor
-        copied = torch.nn.Parameter(value.to(device, copy=True))
-        if tensor is not None:
-            copied.grad = value.to(device).cos()
+        if tensor is None:
+            # Of another stage: without a gradient, as after `backward` of a rank.
+            replaced[id(parameter)] = torch.nn.Parameter(torch.zeros_like(parameter))
+            updated.append(None)
+            continue
+        copied = torch.nn.Parameter(tensor.to(device, copy=True))
+        copied.grad = copied.detach().cos()
         replaced[id(parameter)] = copied
-        updated.append(None if tensor is None else copied)
+        updated.append(copied)
     trial = _copy(optimizer, replaced)
     for group in trial.param_groups:
         if "lr" in group:
