@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from helpers.small_recipes import DIGITS, IMAGES
 from helpers.system import Running, here, last_saved, weights
@@ -86,15 +85,9 @@ def page(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(pictures: Path) -> Path:
     """A folder with pictures of two classes."""
-    path = tmp_path_factory.mktemp("layouts")
-    for number in range(60):
-        folder = path / "pictures" / ("dark" if number % 2 else "light")
-        folder.mkdir(parents=True, exist_ok=True)
-        data = bytes((number * 7 + 13 * i + (i * i) // 5) % 256 for i in range(70 * 60))
-        Image.frombytes("L", (70, 60), data).convert("RGB").save(folder / f"{number:02}.png")
-    return path
+    return pictures.parent
 
 
 def settings(root: Path, recipe: str, precision: str, *, is_sliced: bool) -> list[str]:

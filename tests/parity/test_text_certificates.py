@@ -1,4 +1,4 @@
-"""Certificates of the text recipes on one, two and three processes, also killed and resumed."""
+"""Certificates of the text recipes on one and three processes, also killed and resumed."""
 
 import csv
 from pathlib import Path
@@ -67,12 +67,11 @@ def recipe(name: str, root: Path) -> tuple[str, ...]:
 def test_exact_reduction_gives_equal_bits_also_after_a_kill(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
-    arguments = ("--processes", "1,2,3", "--exact", "--steps", "2", "--kill-at", "2", "--resume-on", "2")
+    arguments = ("--processes", "1,3", "--exact", "--steps", "2", "--kill-at", "2", "--resume-on", "2")
     data = certificate(capsys, tmp_path, *recipe(name, tmp_path), *arguments)
     assert [run["processes"] for run in data["comparisons"]] == [
-        "2 processes",
         "3 processes",
-        *(f"{number}, killed in step 2, then 2" for number in (1, 2, 3)),
+        *(f"{number}, killed in step 2, then 2" for number in (1, 3)),
     ]
     for run in data["comparisons"]:
         assert set(run["quantities"].values()) <= {"bits", "-"}  # some models have no buffers
