@@ -101,7 +101,7 @@ def test_unknown_key_is_reported_before_a_missing_one(refused: Refused, tmp_path
     assert "did you mean epochs?" in refused("train", "mine.yaml")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_distributed_launch_trains_to_the_same_bits(tmp_path: Path) -> None:
     arguments = ("train", RECIPE, "epochs=1", "--name")
     assert here(*arguments, "launched", "--processes", 2, cwd=tmp_path) == 0
