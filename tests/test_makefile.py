@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 IN_VENV = Path(sys.executable).parent == ROOT / ".venv" / "bin"
 WITHOUT_VERDICT = ("sanitizer", "speed")  # on a CPU
-QUICK_CHECKS = ("batch_norm", "speed", "checkpoint", "sanitizer")
+QUICK_CHECKS = ("batch_norm", "sanitizer")
 CHECKS = ("batch_norm", "zoo", "speed", "attention", "checkpoint", "sanitizer")
 
 
@@ -86,7 +86,8 @@ def test_check_that_ends_early_is_reported(only: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "checks_run"),
     [
-        ("nccl", ("raw", "host")),
+        ("nccl", ("raw",)),
+        pytest.param("nccl", ("raw", "host"), marks=pytest.mark.long),
         pytest.param("gpus", ("bits",), marks=pytest.mark.long),
         pytest.param("gpus", ("facts", "links", "layouts", "faults"), marks=pytest.mark.long),
     ],

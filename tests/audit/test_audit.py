@@ -74,8 +74,7 @@ FRAMEWORKS = ("accelerate", "fabric", "lightning", "transformers")  # the other 
 
 QUICK = (
     *("wrong_dropout_equal", "wrong_evaluation_padded", "wrong_gradients_of_module", "wrong_repeated_samples"),
-    *("wrong_replacement_equal", "right_replacement", "wrong_average_on_main", "wrong_copies"),
-    *("right_accumulation", "right_ddp", "right_evaluation_gathered", "right_evaluation_means", "right_own_parts"),
+    *("wrong_average_on_main", "right_accumulation", "right_ddp", "right_evaluation_means", "right_own_parts"),
 )
 SLOW = (
     *("wrong_accelerate_loss", "wrong_fabric_order", "wrong_lightning_evaluation", "wrong_transformers_loader"),

@@ -2,10 +2,12 @@
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [path for path in (ROOT / "docs").rglob("*.md") if not path.name.endswith(".zh.md")]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Pages with Python blocks in the quick tests, whose ranks are forks of a server that has imported torch.
+# Pages with Python blocks in the quick tests.
 QUICK = ("README.md", "own-loop.md")
 HASH = re.compile(r"\b[0-9a-f]{64}\b")
 DISTANCE = re.compile(r"\d\.\de-\d\d")
@@ -99,6 +101,7 @@ def marked(document: Path) -> Any:
 def in_turn(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[[str], str]:
     """The same, but the command's own process is this one, so that its ranks are forked from one server for all."""
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
     def ran(line: str) -> str:
         command, *arguments = shlex.split(line)
@@ -116,15 +119,15 @@ def in_turn(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("document", [marked(document) for document in DOCUMENTS if blocks(document, "console")])
 def test_commands_do_what_is_shown(document: Path, place: Path, in_turn: Callable[[str], str]) -> None:
-    is_first_page = document.name == "README.md"  # whose commands are typed as they stand
+    lines = [command for block in blocks(document, "console") for command in commands(block)]
     hashes: set[str] = set()
-    for block in blocks(document, "console"):
-        for command in commands(block):
-            printed = in_shell(command.line, place) if is_first_page else in_turn(command.line)
-            hashes |= set(HASH.findall(printed))
-            if command.shown:
-                lines = [without_numbers(line) for line in printed.splitlines()]
-                assert lines == [without_numbers(line) for line in command.shown], command.line
+    for number, command in enumerate(lines):
+        is_typed = document.name == "README.md" and number == 0  # as it stands
+        printed = in_shell(command.line, place) if is_typed else in_turn(command.line)
+        hashes |= set(HASH.findall(printed))
+        if command.shown:
+            shown = [without_numbers(line) for line in printed.splitlines()]
+            assert shown == [without_numbers(line) for line in command.shown], command.line
     assert len(hashes) <= 1, "a document trains the same thing in several ways, to the same bits"
 
 
@@ -136,14 +139,20 @@ def test_commands_do_what_is_shown(document: Path, place: Path, in_turn: Callabl
         if blocks(document, "python")
     ],
 )
-def test_python_blocks_run(document: Path, place: Path) -> None:
+def test_python_blocks_run(document: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forks of a server that has imported torch, also those that a block itself starts."""
+    monkeypatch.chdir(place)
     for number, block in enumerate(blocks(document, "python")):
         script = place / f"block{number}.py"
         script.write_text(block, encoding="utf-8")
-        if document.name in QUICK:
-            assert here("run", "--processes", 2, script, cwd=place) == 0
-        else:
+        if document.parent.name == "strategies" or "samestep.launch(" in block:
             in_shell(f"python {script}", place)
+        elif "__main__" in block:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")  # those of other packages
+                runpy.run_path(str(script), run_name="__main__")
+        else:
+            assert here("run", "--processes", 2, script, cwd=place) == 0
 
 
 def test_yaml_recipes_are_valid() -> None:

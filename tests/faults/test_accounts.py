@@ -151,24 +151,3 @@ def test_sigterm_that_repeats(seconds: float, tmp_path: Path, record_fault: Reco
         assert "Traceback" not in done.err
         assert place == "start" or last_saved(tmp_path / "runs/training")
     record_fault(f"SIGTERM every {seconds} s until the end", "exit code 130")
-
-
-@pytest.mark.slow
-def test_stop_during_a_hang(tmp_path: Path, record_fault: RecordFault) -> None:
-    """It ends after --grace, before --hang-after."""
-    (tmp_path / "loop.py").write_text(
-        "import time, torch, samestep\nmodel = samestep.parallel(torch.nn.Linear(8, 8))\n"
-        "world = samestep.init()\nopen(f'ready-{world.rank}', 'w').close()\n"
-        "if world.rank:\n    time.sleep(1000)\nsamestep.all_gather(world.rank)\n",
-        encoding="utf-8",
-    )
-    options = ("--processes", 2, "--own-group", "--hang-after", "10m", "--grace", "2s")
-    with Running("run", *options, "loop.py", cwd=tmp_path) as running:
-        running.until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks", 120)
-        began = time.monotonic()
-        running.kill(signal.SIGTERM)
-        done = running.wait(60)
-    assert done.code == 130, done.err
-    assert time.monotonic() - began < 30
-    assert "E_STOPPED" in require_single_report(done, 130)
-    record_fault("SIGTERM during a hang, with --grace", "exit code 130; E_STOPPED")

@@ -29,8 +29,7 @@ def killed_at(call: int, folder: CheckpointFolder, patch: pytest.MonkeyPatch) ->
         return code != 0, done[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 def test_kill_at_any_call_preserves_a_valid_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:

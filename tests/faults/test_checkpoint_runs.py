@@ -42,7 +42,7 @@ def is_saved(run: Path, step: int) -> bool:
     return last_saved(run) == step and not list((run / "checkpoints").glob(".*-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_run_does_not_keep_the_lock(tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "runs" / "a"
     release = hold(tmp_path, 7)

@@ -134,7 +134,8 @@ def test_frozen_disk(tmp_path: Path, undisturbed: tuple[str, str], record_fault:
 
 
 KILL = 999  # helpers/machine_faults.c
-KILLED = ("write", "fsync_file", "fsync_folder", "rename_file", "rename_folder", "symlink", "unlink", "rmdir")
+OFTEN_KILLED = ("write", "rename_folder", "unlink")
+KILLED = (*OFTEN_KILLED, "fsync_file", "fsync_folder", "rename_file", "symlink", "rmdir")
 REFUSED = [
     (errno.EDQUOT, "write"),
     (errno.EROFS, "rename_folder"),
@@ -165,7 +166,9 @@ def run_with_fault(path: Path, call: str, number: int, *options: object) -> Done
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", KILLED)
+@pytest.mark.parametrize(
+    "call", [call if call in OFTEN_KILLED else pytest.param(call, marks=pytest.mark.long) for call in KILLED]
+)
 @pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_kill_inside_a_call_of_a_save(
     call: str, restarts: int, tmp_path: Path, undisturbed: tuple[str, str], record_fault: RecordFault

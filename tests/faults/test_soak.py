@@ -17,8 +17,8 @@ from helpers.soak import soak
 )
 @pytest.mark.timeout(300)
 def test_killed_at_random_a_run_ends_with_the_weights_of_an_uninterrupted_one(subject: str, tmp_path: Path) -> None:
-    done = soak(5, seed=1, place=tmp_path, subject=subject)
-    assert sum(done.kills.values()) == 5
+    done = soak(3, seed=1, place=tmp_path, subject=subject)
+    assert sum(done.kills.values()) == 3
 
 
 @pytest.mark.long

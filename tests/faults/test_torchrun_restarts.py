@@ -1,4 +1,4 @@
-"""torchrun restarts four ranks when one is killed, and the run continues from its newest complete checkpoint."""
+"""torchrun restarts three ranks when one is killed, and the run continues from its newest complete checkpoint."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def test_a_killed_rank_costs_what_came_after_the_checkpoint(killed: int, tmp_pat
     name = f"killed-{os.getpid()}-{killed}"
     run, hold = tmp_path / "runs" / name, tmp_path / "hold"
     hold.write_text("0 9", encoding="utf-8")
-    torchrun = python("-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1")
+    torchrun = python("-m", "torch.distributed.run", "--nproc-per-node", "3", "--max-restarts", "1")
     arguments = ["--master-port", free_port(), "-m", "samestep", "train", RECIPE, *OPTIONS, "--name", name]
     command = [*arguments, "--checkpoint-every", 3]
     with ranks(lambda rank, size: {}, 1, *command, cwd=tmp_path, command=torchrun) as started:

@@ -33,12 +33,10 @@ class Indexed(recorded.Indexed):
     """Dataset in which one sample can have a fault."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == 40 and (fault := take_fault({"kill a worker", "bad sample", "hang in dataset"})):
+        if index == 40 and (fault := take_fault({"kill a worker", "hang in dataset"})):
             if fault["kind"] == "kill a worker":
                 assert get_worker_info() is not None
                 os.kill(os.getpid(), signal.SIGKILL)
-            if fault["kind"] == "bad sample":
-                raise ValueError("the image file is truncated")
             time.sleep(1000)
         return super().__getitem__(index)
 
@@ -120,18 +118,18 @@ def _limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, resource.RLIM_INFINITY))
 
 
-def _kill_in(name: str) -> None:
-    """Kill this process when it calls a function of `os` during a save."""
-    setattr(os, name, lambda *arguments, **options: _kill(signal.SIGKILL))
+def _kill_in_rename() -> None:
+    """Kill this process when it calls `os.rename` during a save."""
+    os.rename = lambda *arguments, **options: _kill(signal.SIGKILL)
 
 
-def _fail_disk(number: int) -> None:
-    """Let every call of this process that changes a disk fail with this error number; see errno(3)."""
+def _fill_disk() -> None:
+    """Let every call of this process that changes a disk fail as on a full disk."""
 
     def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
         def fails(*arguments: Any, **options: Any) -> Any:
             if call is not real_open or arguments[1] & os.O_CREAT:
-                raise OSError(number, os.strerror(number))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return call(*arguments, **options)
 
         return fails
@@ -153,17 +151,12 @@ _STEP_FAULTS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "raise undecodable": _raise_undecodable,
     "sys.exit(0)": lambda: sys.exit(0),
-    "sys.exit(3)": lambda: sys.exit(3),
     "os._exit(5)": lambda: os._exit(5),
     "segmentation fault": lambda: print(ctypes.string_at(0)),
-    "abort": os.abort,
     "memory limit": _exceed_memory,
     "sleep": lambda: time.sleep(1000),
     "file size limit": _limit_files,
-    "disk full": lambda: _fail_disk(errno.ENOSPC),
-    "disk read-only": lambda: _fail_disk(errno.EROFS),
-    "kill at fsync": lambda: _kill_in("fsync"),
-    "kill at rename": lambda: _kill_in("rename"),
-    "kill at replace": lambda: _kill_in("replace"),
+    "disk full": _fill_disk,
+    "kill at rename": _kill_in_rename,
     "folder lost": _lose_folder,
 }

@@ -24,5 +24,5 @@ def hash_of(*arguments: str, threads: int) -> str:
 
 @pytest.mark.slow
 def test_example_has_the_same_bits_on_every_number_of_processes_and_processors() -> None:
-    hashes = {hash_of(*processes, threads=threads) for processes, threads in [([], 1), ([], 2), (["3"], 2), (["8"], 2)]}
+    hashes = {hash_of(*processes, threads=threads) for processes, threads in [([], 1), ([], 2), (["8"], 2)]}
     assert len(hashes) == 1

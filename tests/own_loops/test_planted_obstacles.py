@@ -73,7 +73,7 @@ def require_error(done: Done, script: Path) -> None:
 
 
 # One of each kind; the others, and the other scripts, have their turn in the long tests.
-FREQUENT = {"console_input", "data_parallel", "own_group", "unseeded_numpy"}
+FREQUENT = {"console_input", "own_group", "unseeded_numpy"}
 
 
 def cases() -> Iterator[Any]:

@@ -80,11 +80,10 @@ def test_request_in_the_last_step_leaves_the_run_complete(plain: Path, tmp_path:
 @pytest.mark.parametrize(
     ("processes", "number"),
     [
-        (2, signal.SIGTERM),
         (0, signal.SIGINT),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in ((2, signal.SIGINT), (2, signal.SIGUSR1), (0, signal.SIGTERM))
+            for case in ((2, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1), (0, signal.SIGTERM))
         ),
     ],
 )

@@ -50,14 +50,14 @@ def expect(request: pytest.FixtureRequest, key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["digits", pytest.param("tokens", marks=pytest.mark.long), pytest.param("images", marks=pytest.mark.long)]
 )
-def test_weights_on_1_2_and_3_processes(
+def test_weights_on_1_and_3_processes(
     request: pytest.FixtureRequest, tmp_path: Path, pictures: Path, name: str
 ) -> None:
     arguments = [*WEIGHTS[name], *([f"data.options.path={pictures}"] if name == "images" else [])]
     digests = []
-    for processes in (1, 2, 3):
+    for processes in (1, 3):
         command = ("train", name, "--exact", "--processes", processes, "--name", f"on-{processes}", *arguments)
         assert here(*command, cwd=tmp_path) == EXIT_DONE
         digests.append(weights(tmp_path / "runs" / f"on-{processes}"))
-    assert digests[0] == digests[1] == digests[2]
+    assert digests[0] == digests[1]
     expect(request, f"weights of {name}", list(digests[0]))

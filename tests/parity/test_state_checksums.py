@@ -35,19 +35,10 @@ def test_each_step_has_another_checksum(alone: dict[int, str]) -> None:
     assert all(len(value) == 16 and int(value, 16) >= 0 for value in alone.values())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(("--processes", 2), marks=pytest.mark.long),
-        ("--processes", 3),
-        pytest.param(("--processes", 4), marks=pytest.mark.long),
-    ],
-    ids=["ddp 2", "ddp 3", "ddp 4"],
-)
-def test_layouts_have_the_checksums_of_one_process(
-    alone: dict[int, str], tmp_path: Path, options: tuple[object, ...]
-) -> None:
-    assert train(tmp_path, "other", *options) == alone
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_processes_have_the_checksums_of_one(alone: dict[int, str], tmp_path: Path, processes: int) -> None:
+    assert train(tmp_path, "other", "--processes", processes) == alone
 
 
 def test_killed_and_resumed_run_continues_the_series(alone: dict[int, str], tmp_path: Path) -> None:

@@ -64,10 +64,9 @@ EQUAL = ("order of samples", "inputs as augmented", "targets", "learning rates")
 RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*.py"))
 
 
-def marked(names: Sequence[str]) -> list[Any]:
-    """Mark every 56th test as slow, the others as long."""
-    marks = {name: pytest.mark.long if index % 56 else pytest.mark.slow for index, name in enumerate(names)}
-    return [pytest.param(name, marks=marks[name]) for name in names]
+def marked(names: Sequence[str], frequent: str) -> list[Any]:
+    """Mark the test of a frequent script as slow, the others as long."""
+    return [pytest.param(name, marks=pytest.mark.slow if name == frequent else pytest.mark.long) for name in names]
 
 
 def verify(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
@@ -89,7 +88,7 @@ def options_of(name: str) -> tuple[str, ...]:
     return ("--exact",) if name in OF_BITS else ()
 
 
-@pytest.mark.parametrize("name", marked(list(MISTAKES)))
+@pytest.mark.parametrize("name", marked(list(MISTAKES), "augmentation_by_rank"))
 def test_cause_of_a_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     resumed = RESUMED if name.startswith("resume") else ()
     code, certificate = verify(
@@ -102,7 +101,7 @@ def test_cause_of_a_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
     assert (code, certificate["holds"]) == (EXIT_DIFFERS, False)
 
 
-@pytest.mark.parametrize("name", marked(RIGHT))
+@pytest.mark.parametrize("name", marked(RIGHT, "model_draws"))
 def test_correct_script_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     resumed = RESUMED if name.startswith("resume") else ()
     code, certificate = verify(capsys, tmp_path, f"right_{name}.py", "--processes", "1,3", *resumed)
@@ -118,7 +117,7 @@ def test_correct_script_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path
     assert all(module["reasons"] for module in calls if module["whole"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recipe_with_class_weights_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, certificate = verify(
         capsys, tmp_path, "right_class_weights.yaml", "--processes", "1,3", "--kill-at", "2", "--resume-on", "4"

@@ -181,7 +181,7 @@ class Comparison:
             self._require_equal_text(f"on {number}", base, run, number)
             if number > 1:
                 self._note_calls(run)
-        if 3 in numbers:
+        if self.options.divides:
             self._compare_sharded(base)
 
     def _require_equal_text(self, name: str, base: Path, run: Path, number: int, strategy: str = "ddp") -> bool:
@@ -289,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     options.numbers = [int(number) for number in options.processes.split(",")]
+    options.divides = 3 in options.numbers
     scripts = sorted(SCRIPTS.glob("*.py"))
     if options.names:
         scripts = [script for script in scripts if script.stem in options.names]

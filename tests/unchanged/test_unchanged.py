@@ -7,11 +7,10 @@ import pytest
 
 from unchanged.runner import SCRIPTS, Comparison, Verdict, different_line, same_numbers
 
-QUICK = argparse.Namespace(numbers=[1, 3], quick=True)
 
-
-def compared(script: Path, folder: Path) -> Verdict:
-    return Comparison(script, folder, QUICK).compare()
+def compared(script: Path, folder: Path, numbers: tuple[int, ...] = (1, 3), *, divides: bool = False) -> Verdict:
+    options = argparse.Namespace(numbers=numbers, quick=True, divides=divides)
+    return Comparison(script, folder, options).compare()
 
 
 @pytest.mark.slow
@@ -34,7 +33,7 @@ def test_script_prints_the_text_of_plain_python(name: str, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["parts_and_whole", pytest.param("moco", marks=pytest.mark.long)])
 def test_divided_parameters_change_nothing(name: str, tmp_path: Path) -> None:
-    verdict = compared(SCRIPTS / f"{name}.py", tmp_path)
+    verdict = compared(SCRIPTS / f"{name}.py", tmp_path, (1,), divides=True)
     assert verdict.problems == []
     assert verdict.sharded == "equal"
 
@@ -43,7 +42,7 @@ def test_divided_parameters_change_nothing(name: str, tmp_path: Path) -> None:
 def test_other_text_is_a_problem(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('began at', time.time_ns())\n", encoding="utf-8")
-    assert len(compared(script, tmp_path).problems) == 3
+    assert len(compared(script, tmp_path, divides=True).problems) == 3
 
 
 @pytest.mark.parametrize(

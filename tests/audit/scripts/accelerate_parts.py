@@ -23,11 +23,32 @@ def start(**options: Any) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer
 
 def train(accelerator: Accelerator, net: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader) -> None:
     for _ in range(2):
-        for inputs, targets in loader:
-            with accelerator.accumulate(net):
-                accelerator.backward(F.cross_entropy(net(inputs), targets))
-                optimizer.step()
-                optimizer.zero_grad()
+        train_one_epoch(accelerator, net, optimizer, loader)
+
+
+def train_one_epoch(
+    accelerator: Accelerator, net: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, schedule: Any = None
+) -> None:
+    net.train()
+    for inputs, targets in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(F.cross_entropy(net(inputs), targets))
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            optimizer.zero_grad()
+
+
+@torch.no_grad()
+def count_gathered(accelerator: Accelerator, net: nn.Module, validation: DataLoader) -> tuple[int, int]:
+    """Evaluate; return the number of right predictions, and of samples, without the padding."""
+    net.eval()
+    right = count = 0
+    for inputs, targets in validation:
+        outputs, labels = accelerator.gather_for_metrics((net(inputs).argmax(1), targets))
+        right += int((outputs == labels).sum())
+        count += len(labels)
+    return right, count
 
 
 def end(accelerator: Accelerator) -> None:

@@ -4,6 +4,7 @@ Scripts compute in float64, so that their numbers differ only by about 1e-14 for
 """
 
 import hashlib
+import os
 import random
 
 import numpy as np
@@ -18,6 +19,9 @@ np.random.seed(1)
 
 # Set by the runner to measure rounding: the rows of each batch are in another order, and models compute halves.
 PERMUTE = False
+
+# For scripts whose ranks do not do the same.
+is_first_of_several = os.environ.get("RANK") == "0" and int(os.environ["WORLD_SIZE"]) > 1
 
 ROWS = 11
 STEPS = 10
@@ -75,6 +79,14 @@ def sgd(*models, lr=0.2):
     return torch.optim.SGD(parameters, lr=lr, momentum=0.5)
 
 
+def update(optimizer, loss):
+    """Compute the gradients of a loss and make a step; return the loss as a number."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def train(model, loss_function, optimizer=None, count=STEPS, rows=ROWS):
     """Train a model by the plainest of loops; return the losses.
 
@@ -86,14 +98,7 @@ def train(model, loss_function, optimizer=None, count=STEPS, rows=ROWS):
         rows: rows of a batch.
     """
     optimizer = optimizer or sgd(model)
-    losses = []
-    for x, y in batches(count, rows):
-        loss = loss_function(x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [update(optimizer, loss_function(x, y)) for x, y in batches(count, rows)]
 
 
 def halved(model):

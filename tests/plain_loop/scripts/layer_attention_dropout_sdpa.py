@@ -1,7 +1,7 @@
 # expect: divided
 # A GPT block by hand: causal scaled dot product attention with dropout, and the loss in the loop.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,8 +31,5 @@ losses = []
 for _ in range(8):
     tokens = torch.randint(0, 16, (9, 9))
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: mixed
 # A normalization over values becomes one over the rows of the batch, by a number in a closure.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 
@@ -30,8 +30,5 @@ for step, (x, y) in enumerate(batches(16)):
     if step == 6:
         model.normalize = make_normalization(0)
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

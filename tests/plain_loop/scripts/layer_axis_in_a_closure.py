@@ -2,7 +2,7 @@
 # A dimension, a scale and a table live in closures and globals, and change between the calls.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 SCALE = 1.0
@@ -35,8 +35,5 @@ for step, (x, y) in enumerate(batches(16)):
     if step == 12:
         SCALE = 3.0
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

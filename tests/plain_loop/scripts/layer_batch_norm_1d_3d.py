@@ -1,7 +1,7 @@
 # expect: divided
 # Batch norm of vectors, sequences and volumes; cumulative averages, without affine, without running averages.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -23,10 +23,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 losses = []
 for _ in range(8):
     loss = (model(torch.randn(11, 1, 4, 4, 4)) - 1).abs().pow(3).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 model.eval()
 with torch.no_grad():
     losses.append(model(torch.randn(11, 1, 4, 4, 4)).sum().item())

@@ -1,7 +1,7 @@
 # expect: divided
 # Fine-tuning a detector: batch norm stays in evaluation mode while the rest trains, and its weights are frozen.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,10 +32,7 @@ for _ in range(8):
     model.train()
     x, y = torch.randn(10, 1, 6, 6), torch.randint(0, 3, (10,))
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
     model.eval()
     with torch.no_grad():
         losses.append((model(x).argmax(1) == y).sum().item())

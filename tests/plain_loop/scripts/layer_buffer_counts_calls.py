@@ -1,7 +1,7 @@
 # expect: divided
 # A buffer counts calls and anneals the temperature of a gate; it does not depend on the rows.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -25,8 +25,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 losses = []
 for _ in range(10):
     loss = nn.functional.cross_entropy(model(torch.randn(11, 6)), torch.randint(0, 2, (11,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

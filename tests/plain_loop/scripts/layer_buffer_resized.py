@@ -1,7 +1,7 @@
 # expect: whole: writes
 # The first forward gives an empty buffer its size, as observers of quantization do.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -24,8 +24,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for _ in range(8):
     loss = nn.functional.cross_entropy(model(torch.randn(11, 6)), torch.randint(0, 3, (11,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # Segments of sequences with the states of the segment before, which come in and go out as tuples of tensors.
 import torch
 import torch.nn.functional as F
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
 
 
@@ -32,8 +32,5 @@ for _ in range(3):
         out, state = model(text[:, start : start + 4], state)
         state = tuple(part.detach() for part in state)
         loss = F.cross_entropy(out.flatten(0, 1), text[:, start + 1 : start + 5].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
 report(losses, model)

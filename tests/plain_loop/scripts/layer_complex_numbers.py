@@ -1,7 +1,7 @@
 # expect: divided
 # Fourier layer: real and complex FFT with complex weights, complex outputs, and a loss of their phases.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -23,8 +23,5 @@ losses = []
 for _ in range(8):
     out, spectrum = model(torch.randn(9, 3, 8))
     loss = (out - 1).pow(2).mean() + 0.01 * spectrum.abs().mean() + 0.01 * spectrum.real.mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Functions with a backward of their own: gradient reversal for domain adaptation and a rounded weight.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,8 +46,5 @@ losses = []
 for step in range(10):
     label, domain = model(torch.randn(11, 6), 0.1 * step)
     loss = F.cross_entropy(label, torch.randint(0, 3, (11,))) + F.cross_entropy(domain, torch.arange(11) % 2)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

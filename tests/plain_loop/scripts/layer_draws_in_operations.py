@@ -1,7 +1,7 @@
 # expect: whole: draw
 # Layers that draw inside one operation: randomized leaky ReLU, fractional pooling and alpha dropout.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 model = nn.Sequential(
@@ -17,8 +17,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for _ in range(8):
     loss = nn.functional.cross_entropy(model(torch.randn(9, 1, 9, 9)), torch.randint(0, 3, (9,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, torch.rand(())], model)

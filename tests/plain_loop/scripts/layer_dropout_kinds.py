@@ -1,7 +1,7 @@
 # expect: divided
 # Dropout of elements and channels.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 model = nn.Sequential(
@@ -21,8 +21,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 losses = []
 for _ in range(8):
     loss = nn.functional.cross_entropy(model(torch.randn(11, 1, 5, 5)), torch.randint(0, 3, (11,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, torch.rand(())], model)

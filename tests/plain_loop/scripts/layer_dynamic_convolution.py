@@ -1,7 +1,7 @@
 # expect: divided
 # A kernel for each sample, applied by moving the batch into the groups of one convolution.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,8 +25,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for _ in range(8):
     loss = F.cross_entropy(model(torch.randn(9, 2, 6, 6)), torch.randint(0, 3, (9,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

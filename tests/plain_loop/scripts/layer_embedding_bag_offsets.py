@@ -1,7 +1,7 @@
 # expect: whole
 # Text classification with joined tokens and offsets, as in torch's tutorial: the first dimension is not the batch.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -23,8 +23,5 @@ for _ in range(8):
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)[:-1]])
     logits = model(torch.randint(0, 30, (int(lengths.sum()),)), offsets)
     loss = nn.functional.cross_entropy(logits, torch.randint(0, 3, (9,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: whole: joins samples
 # Mixture of experts, top 1, with the balance loss of the batch returned with the output.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,8 +27,5 @@ losses = []
 for _ in range(8):
     out, balance = model(torch.randn(11, 6))
     loss = F.cross_entropy(out, torch.randint(0, 4, (11,))) + 0.01 * balance
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: whole: joins samples
 # A function with a backward that divides by the norm of the gradient of the whole batch.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -30,8 +30,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for _ in range(8):
     loss = nn.functional.cross_entropy(model(torch.randn(11, 6)), torch.randint(0, 3, (11,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

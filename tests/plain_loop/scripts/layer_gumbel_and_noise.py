@@ -1,7 +1,7 @@
 # expect: divided
-# Gumbel softmax, noise of rows, noise shared by the batch, masks of rows, and Bernoulli samples in one model.
+# Gumbel softmax, noise of rows, noise shared by the batch, masks of rows, Bernoulli samples, and dropped rows.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +16,7 @@ class Noisy(nn.Module):
         code = F.gumbel_softmax(self.choose(x), tau=0.7, hard=True)
         hidden = self.codes(code) * torch.bernoulli(torch.full((len(x), 8), 0.8))
         hidden = hidden.masked_fill(torch.rand(len(x), 1) < 0.1, 0.0)
+        hidden = hidden * hidden.new_empty(len(x), 1).bernoulli_(0.9).div_(0.9)
         return self.head(hidden + torch.empty_like(hidden).uniform_(-0.1, 0.1))
 
 
@@ -25,8 +26,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 losses = []
 for _ in range(10):
     loss = F.cross_entropy(model(torch.randn(11, 6)), torch.randint(0, 3, (11,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, torch.rand(())], model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Inputs as keywords and nested dicts: floats, integers, booleans, numbers, strings, and None.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -35,8 +35,5 @@ for step in range(16):
         extra=torch.tensor(0.3) if step % 4 == 3 else None,
     )
     loss = nn.functional.cross_entropy(logits, torch.randint(0, 2, (11,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

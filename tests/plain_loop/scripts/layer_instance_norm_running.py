@@ -1,7 +1,7 @@
 # expect: whole: writes running
 # Instance norm with running statistics: a buffer that averages over the samples of the batch.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 model = nn.Sequential(
@@ -12,10 +12,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for _ in range(6):
     loss = model(torch.randn(9, 1, 5, 5)).pow(2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 model.eval()
 losses.append(model(torch.randn(9, 1, 5, 5)).sum().item())
 report(losses, model)

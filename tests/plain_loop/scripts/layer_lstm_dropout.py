@@ -1,7 +1,7 @@
 # expect: whole: draw
 # LSTM with dropout between its layers: the numbers are drawn inside one operation of torch.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -21,8 +21,5 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 losses = []
 for _ in range(6):
     loss = nn.functional.cross_entropy(model(torch.randn(9, 5, 4)).flatten(0, 1), torch.randint(0, 3, (45,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, torch.rand(())], model)

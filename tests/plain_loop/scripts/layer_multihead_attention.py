@@ -1,7 +1,7 @@
 # expect: divided
 # Cross attention with dropout and returned weights; the keys are a trained table without rows.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -25,8 +25,5 @@ for _ in range(8):
     padding[torch.arange(10) % 3 == 0, 4:] = True
     pooled, weights = model(torch.randn(10, 6, 8), padding)
     loss = (pooled - 1).pow(2).mean() + 0.1 * weights.pow(2).sum()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

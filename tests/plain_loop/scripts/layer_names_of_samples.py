@@ -1,7 +1,7 @@
 # expect: mixed: has arguments or modes of more than
 # The model is given the names of its samples, which are new in each batch: four strings, then eleven.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 
@@ -22,8 +22,5 @@ for rows in (4, 11):
     optimizer = sgd(model)
     for step, (x, y) in enumerate(batches(80 if rows == 4 else 10, rows)):
         loss = F.cross_entropy(model(x, [f"sample {step * rows + row}" for row in range(rows)]), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
 report(losses, model)

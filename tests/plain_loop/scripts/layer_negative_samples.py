@@ -2,7 +2,7 @@
 # Word vectors: negative samples are drawn inside the model, by numbers of rows and from a distribution.
 import torch
 import torch.nn.functional as F
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
 
 
@@ -27,8 +27,5 @@ losses = []
 for _ in range(10):
     center = torch.randint(0, 30, (11,))
     loss = model(center, (center + 1) % 30).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Group, instance, layer, local response and RMS norm: they look at one sample only.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 model = nn.Sequential(
@@ -21,8 +21,5 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 losses = []
 for _ in range(8):
     loss = nn.functional.cross_entropy(model(torch.randn(9, 2, 5, 5)), torch.randint(0, 6, (9,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

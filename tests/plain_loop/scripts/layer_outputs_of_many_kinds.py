@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,8 +43,5 @@ for step in range(12):
         out = model(x)
         assert out.loss is None
         loss = F.cross_entropy(out.heads["kind"], kind) + 0.1 * out.features[1].mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -16,7 +16,9 @@ class Heads:
 
 @dataclasses.dataclass
 class Output:
+    loss: torch.Tensor
     prediction: object
+    policy: torch.distributions.Categorical
     heads: Heads
     bag: dict
 
@@ -38,11 +40,13 @@ class Net(nn.Module):
         super().__init__()
         self.net = perceptron()
 
-    def forward(self, x):
+    def forward(self, x, y):
         logits = self.net(x)
         normal = torch.distributions.Normal(logits.tanh(), logits.exp())
         return Output(
+            loss=F.cross_entropy(logits, y),
             prediction=Prediction(logits, "first"),
+            policy=torch.distributions.Categorical(logits=logits),
             heads=Heads(logits * 2, [logits.square(), None]),
             bag=dict(normal=torch.distributions.Independent(normal, 1), rows=len(x)),
         )
@@ -53,12 +57,13 @@ model = Net()
 
 
 def loss_function(x, y):
-    output = model(x)
+    output = model(x, y)
     assert type(output.prediction) is Prediction
     assert output.bag["rows"] == len(x)
     assert output.bag["normal"].batch_shape == (len(x),)
     likelihood = output.bag["normal"].log_prob(torch.ones(4)).mean()
-    return output.prediction.loss(y) + 0.1 * output.heads.extra[0].mean() - 0.01 * likelihood
+    loss = output.loss + output.prediction.loss(y) - 0.1 * output.policy.entropy().mean()
+    return loss + 0.1 * output.heads.extra[0].mean() - 0.01 * likelihood
 
 
 losses = train(model, loss_function)

@@ -1,7 +1,7 @@
 # expect: divided
 # Sequences of different lengths, packed inside the model.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -26,8 +26,5 @@ for _ in range(8):
     loss = nn.functional.cross_entropy(
         model(torch.randn(9, 6, 4), torch.randint(1, 7, (9,))), torch.randint(0, 2, (9,))
     )
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Vision transformer: class token, position table and windows have the size of the batch by coincidence.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -27,8 +27,5 @@ losses = []
 for _ in range(8):
     logits, similar = model(torch.randn(10, 1, 6, 6))
     loss = nn.functional.cross_entropy(logits, torch.randint(0, 3, (10,))) + 0.01 * similar.pow(2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

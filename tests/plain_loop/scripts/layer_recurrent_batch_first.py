@@ -1,7 +1,7 @@
 # expect: divided
 # LSTM, GRU and a plain recurrent network in one model, batch first, without a state from outside.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -27,8 +27,5 @@ optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
 losses = []
 for _ in range(8):
     loss = nn.functional.cross_entropy(model(torch.randn(9, 5, 4)), torch.randint(0, 3, (9,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # Operations that move values within a sample: pixel shuffle, unfold, grid sampling, roll, flip, sort and top k.
 import torch
 import torch.nn.functional as F
-from common import images, report
+from common import images, report, update
 from torch import nn
 
 
@@ -30,8 +30,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 losses = []
 for x, y in torch.utils.data.DataLoader(images(72), 9):
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -3,7 +3,7 @@
 import random
 
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -26,8 +26,5 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 losses = []
 for _ in range(20):
     loss = nn.functional.cross_entropy(model(torch.randn(11, 8)), torch.randint(0, 3, (11,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, random.random()], model)

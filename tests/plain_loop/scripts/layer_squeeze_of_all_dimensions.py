@@ -1,7 +1,7 @@
 # expect: mixed
 # `squeeze()` without a dimension: with one row it would remove the batch, too.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -22,8 +22,5 @@ losses = []
 for _ in range(4):
     for x in data.split(12):  # the last batch has 3 rows
         loss = nn.functional.mse_loss(model(x), x.sum(1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
 report(losses, model)

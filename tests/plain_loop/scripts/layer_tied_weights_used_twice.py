@@ -1,7 +1,7 @@
 # expect: divided
 # Tied autoencoder: one weight in two layers and transposed, one block applied three times.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,8 +27,5 @@ losses = []
 for _ in range(8):
     x = torch.randn(11, 8)
     loss = F.mse_loss(model(x), x) + 1e-3 * model.first.weight.abs().sum()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Transformer encoder with its default dropout in attention and feed-forward, and padding masks.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,8 +29,5 @@ for _ in range(8):
     tokens = torch.randint(1, 20, (10, 7))
     tokens[::3, 5:] = 0
     loss = F.cross_entropy(model(tokens), torch.randint(0, 3, (10,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # VQ-VAE: nearest codes, straight-through gradient, and the losses of codes returned with the image.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,8 +28,5 @@ for _ in range(10):
     x = torch.randn(11, 8)
     out, code_loss, nearest = model(x)
     loss = F.mse_loss(out, x) + code_loss
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses += [loss.item(), len(nearest.unique())]
+    losses += [update(optimizer, loss), len(nearest.unique())]
 report(losses, model)

@@ -3,7 +3,7 @@
 import warnings
 
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 warnings.simplefilter("ignore", FutureWarning)
@@ -16,8 +16,5 @@ for _ in range(8):
     logits = model(torch.randn(11, 6))
     loss = nn.functional.cross_entropy(logits, torch.randint(0, 2, (11,)))
     loss = loss + 0.1 * first.weight.pow(2).sum() + 0.1 * second.weight.abs().sum()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # A shuffled loader of large batches with persistent workers, and one for evaluation with a short last batch.
 import torch
 import torch.nn.functional as F
-from common import images, report, sgd
+from common import images, report, sgd, update
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,10 +20,7 @@ for epoch in range(3):
     model.train()
     for x, y in train:
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
     model.eval()
     with torch.no_grad():
         right = sum((model(x).argmax(1) == y).sum().item() for x, y in test)

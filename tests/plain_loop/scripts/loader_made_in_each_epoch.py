@@ -2,7 +2,7 @@
 # A loader that is made in each epoch, of a part of a data set, with an epoch that is left early.
 import torch
 import torch.nn.functional as F
-from common import images, report, sgd
+from common import images, report, sgd, update
 from torch import nn
 from torch.utils.data import DataLoader, random_split
 
@@ -18,8 +18,5 @@ for epoch in range(4):
         if epoch == 1 and number == 3:
             break
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,8 +1,8 @@
 # expect: divided
-# Samples with names in dicts, drawn by a weighted sampler in a batch sampler; the loss of each sample is kept by name.
+# Samples with names in dicts, drawn by a weighted sampler in a batch sampler; losses by name weigh the samples.
 import torch
 import torch.nn.functional as F
-from common import inputs, labels, perceptron, report, sgd
+from common import inputs, labels, perceptron, report, sgd, update
 from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
 
 
@@ -24,9 +24,7 @@ losses, worst = [], {}
 for epoch in range(2):
     for batch in loader:
         each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        weight = torch.tensor([worst.get(name, 1.0) for name in batch["name"]])
         worst |= dict(zip(batch["name"], each.tolist(), strict=True))
-        optimizer.zero_grad()
-        each.mean().backward()
-        optimizer.step()
-        losses.append(each.mean().item())
+        losses.append(update(optimizer, (weight * each).mean()))
 report([*losses, *(worst[name] for name in sorted(worst))], model)

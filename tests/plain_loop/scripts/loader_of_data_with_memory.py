@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from common import inputs, labels, perceptron, report, sgd
+from common import inputs, labels, perceptron, report, sgd, update
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 noise = iter(torch.randn(1000, 12, generator=torch.Generator().manual_seed(4)))
@@ -74,8 +74,5 @@ for _ in range(2):
         for batches in loaded:
             for x, y in batches:
                 loss = F.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item() + number)
+                losses.append(update(optimizer, loss) + number)
 report([*losses, torch.rand(()), random.random()], model)

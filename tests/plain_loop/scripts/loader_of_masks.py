@@ -2,7 +2,7 @@
 # Segmentation with batches of 200 kB, masks with an ignored class, dice of the batch, and pixels of each class.
 import torch
 import torch.nn.functional as F
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,9 +27,7 @@ for epoch in range(2):
         truth = F.one_hot(y.where(y != 255, 0), 3).permute(0, 3, 1, 2) * known
         dice = (2 * (chances * truth).sum() + 1) / (chances.sum() + truth.sum() + 1)
         loss = F.cross_entropy(scores, y, ignore_index=255) + 1 - dice
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
         found = scores.argmax(1)
         for kind in range(3):
             for other in range(3):

@@ -1,10 +1,11 @@
 # expect: divided
-# A padding collate function, whose lines have one length in the first batch only; and one loader that is not shuffled.
+# A padding collate function, whose lines have one length in the first batch only; in order, shuffled, weighted, and of
+# an endless stream; two of the loaders are Samestep's.
 import torch
 import torch.nn.functional as F
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 
 class Lines(Dataset):
@@ -15,6 +16,13 @@ class Lines(Dataset):
         generator = torch.Generator().manual_seed(number)
         length = 5 if number < 11 else 3 + number % 5
         return torch.randint(1, 20, (length,), generator=generator), number % 4
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        lines = Lines()
+        while True:
+            yield lines[int(torch.randint(0, 40, ()))]
 
 
 def pad(pairs):
@@ -38,14 +46,13 @@ model = Reader()
 optimizer = sgd(model)
 ordered = DataLoader(Lines(), 11, collate_fn=pad)
 shuffled = DataLoader(Lines(), 7, shuffle=True, collate_fn=pad, num_workers=2)
+weighted = DataLoader(Lines(), 11, sampler=WeightedRandomSampler([1.0, 2.0] * 20, 40), collate_fn=pad, num_workers=2)
+stream = iter(DataLoader(Stream(), 9, collate_fn=pad, num_workers=1))
 # + ordered = samestep.loader(ordered)
 # + shuffled = samestep.loader(shuffled)
 losses = []
-for loader in (ordered, shuffled, ordered):
+for loader in (ordered, shuffled, ordered, weighted, (next(stream) for _ in range(5))):
     for texts, y in loader:
         loss = F.cross_entropy(model(texts), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: whole: operations
 # Adaptive softmax: which clusters are computed depends on the labels of the batch, so its operations depend on rows.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -21,8 +21,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 losses = []
 for _ in range(10):
     loss = model(torch.randint(0, 30, (12,)), torch.randint(0, 30, (12,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,8 +1,9 @@
 # expect: divided
-# Losses of several labels per sample inside the model.
+# Losses of several labels per sample inside the model, one of them by hand: focal loss.
 import torch
-from common import report
+from common import report, update
 from torch import nn
+from torch.nn import functional as F
 
 
 class Tagger(nn.Module):
@@ -18,6 +19,11 @@ class Tagger(nn.Module):
         return self.criterion(scores, y)
 
 
+def focal(scores, y):
+    cross_entropy = F.binary_cross_entropy_with_logits(scores, y, reduction="none")
+    return (0.25 * (1 - torch.exp(-cross_entropy)) ** 2 * cross_entropy).mean()
+
+
 weight = torch.tensor([1.0, 2.0, 0.5, 4.0])
 criteria = [
     nn.BCELoss(),
@@ -27,6 +33,7 @@ criteria = [
     nn.MultiLabelMarginLoss(),
     nn.SoftMarginLoss(),
     nn.HingeEmbeddingLoss(margin=0.7),
+    focal,
 ]
 for criterion in criteria:
     model = Tagger(criterion)
@@ -42,8 +49,5 @@ for criterion in criteria:
         elif isinstance(criterion, nn.SoftMarginLoss | nn.HingeEmbeddingLoss):
             y = 2 * y - 1
         loss = model(x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
     report(losses, model)

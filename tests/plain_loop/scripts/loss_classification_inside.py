@@ -1,7 +1,7 @@
 # expect: divided
 # Losses of classes inside the model: class weights, ignored labels, smoothing, margins.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -33,8 +33,5 @@ for criterion in criteria:
     for _ in range(5):
         x, y = torch.randn(11, 6), torch.randint(0, 3, (11,))
         loss = model(x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
     report(losses, model)

@@ -1,7 +1,7 @@
 # expect: whole: joins samples
 # CLIP as in Transformers: the model itself returns the logits between all pairs of the batch.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,8 +25,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for _ in range(8):
     loss, logits = model(torch.randn(11, 6), torch.randn(11, 5))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses += [loss.item(), logits.diagonal().sum().item()]
+    losses += [update(optimizer, loss), logits.diagonal().sum().item()]
 report(losses, model)

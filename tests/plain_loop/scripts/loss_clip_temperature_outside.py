@@ -1,7 +1,7 @@
 # expect: divided
 # CLIP: two towers in one module; the loss over the batch uses the model's own temperature outside of the call.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,8 +26,5 @@ for _ in range(10):
     logits = model.scale.exp() * images @ texts.T
     labels = torch.arange(11)
     loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses += [loss.item(), model.scale.item()]
+    losses += [update(optimizer, loss), model.scale.item()]
 report(losses, model)

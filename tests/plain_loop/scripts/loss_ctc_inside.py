@@ -1,7 +1,7 @@
 # expect: whole
 # CTC inside a model for speech. Its mean divides by the lengths of the targets, which arrive joined in one tensor.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 
@@ -25,8 +25,5 @@ for _ in range(6):
     letters = torch.randint(1, 4, (9,))
     targets = torch.randint(1, 5, (int(letters.sum()),))
     loss = model(torch.randn(9, 12, 4), targets, torch.randint(8, 13, (9,)), letters)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

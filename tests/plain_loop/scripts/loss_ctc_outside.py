@@ -1,7 +1,7 @@
 # expect: divided
 # CTC in the loop; the model returns scores of frames.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,8 +13,5 @@ for _ in range(8):
     scores = model(torch.randn(9, 4, 12)).log_softmax(1).permute(2, 0, 1)
     frames, letters = torch.randint(8, 13, (9,)), torch.randint(1, 4, (9,))
     loss = F.ctc_loss(scores, torch.randint(1, 5, (9, 3)), frames, letters)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Cross entropy plus dice of each class over the batch, as in medical segmentation.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,8 +17,5 @@ for _ in range(8):
     overlap = (p * one_hot).sum((0, 2, 3))
     dice = 1 - (2 * overlap + 1) / (p.sum((0, 2, 3)) + one_hot.sum((0, 2, 3)) + 1)
     loss = F.cross_entropy(logits, mask) + dice.mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Every loss of torch for pairs of outputs and targets, computed in the loop.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 criteria = [
@@ -22,8 +22,5 @@ for step in range(16):
     x = torch.randn(11, 6)
     y = (x[:, :4] + 0.3 * torch.randn(11, 4) > 0).double()
     loss = criteria[step % len(criteria)](model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

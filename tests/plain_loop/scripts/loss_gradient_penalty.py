@@ -1,7 +1,7 @@
 # expect: divided
 # WGAN-GP: the critic's gradient at interpolated samples is part of its loss.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 critic = nn.Sequential(nn.Linear(6, 16), nn.Softplus(), nn.Linear(16, 1))
@@ -15,8 +15,5 @@ for _ in range(8):
     (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     penalty = (slope.norm(dim=1) - 1).pow(2).mean()
     loss = critic(fake).mean() - critic(real).mean() + 10 * penalty
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses += [loss.item(), penalty.item()]
+    losses += [update(optimizer, loss), penalty.item()]
 report(losses, critic)

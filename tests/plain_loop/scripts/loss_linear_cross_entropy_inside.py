@@ -2,7 +2,7 @@
 # Cross entropy with its linear layer inside the model (torch 2.13), with ignored and weighted targets.
 import torch
 import torch.nn.functional as F
-from common import inputs, labels, report
+from common import inputs, labels, report, update
 from torch import nn
 
 
@@ -30,8 +30,5 @@ for options in ({}, {"ignore_index": 2}, {"reduction": "sum"}, {"label_smoothing
     for step in range(6):
         own = slice(11 * step, 11 * step + 11)
         loss = model(inputs[own], labels[own])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
     report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Losses of pairs and triplets inside the model: cosine, ranking, triplet with a distance of its own.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,8 +35,5 @@ for _ in range(8):
     c = torch.randn(11, 6)
     sign = torch.randint(0, 2, (11,)).double() * 2 - 1
     loss = model(a, b, c, sign)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

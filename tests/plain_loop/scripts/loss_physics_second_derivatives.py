@@ -1,7 +1,7 @@
 # expect: mixed
 # Physics-informed network: u'' + u = 0 at random points and two boundary values.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 
 net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -14,8 +14,5 @@ for _ in range(8):
     (du,) = torch.autograd.grad(u, t, torch.ones_like(u), create_graph=True)
     (d2u,) = torch.autograd.grad(du, t, torch.ones_like(u), create_graph=True)
     loss = (d2u + u).pow(2).mean() + net(torch.zeros(1, 1)).pow(2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, net)

@@ -1,7 +1,7 @@
 # expect: divided
 # The reduction of a loss inside the model is in a closure, in a nested dict and in a global; each changes in the run.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 REDUCTION = "mean"
@@ -39,8 +39,5 @@ for step, (x, y) in enumerate(batches(20)):
     if step == 15:
         REDUCTION = "sum"
     loss = sum(model(x, y))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

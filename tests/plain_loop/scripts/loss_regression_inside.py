@@ -1,8 +1,9 @@
 # expect: divided
-# Regression losses inside the model, mean and sum, and rows of losses.
+# Losses of numbers and distributions inside the model, mean and sum, and rows of losses.
 import torch
-from common import report
+from common import report, update
 from torch import nn
+from torch.nn import functional as F
 
 
 class Regression(nn.Module):
@@ -15,6 +16,18 @@ class Regression(nn.Module):
         return self.criterion(self.layers(x), y)
 
 
+def batch_mean_of_divergences(out, y):
+    return F.kl_div(out.log_softmax(1), y.log_softmax(1), reduction="batchmean", log_target=True)
+
+
+def mean_of_divergences(out, y):
+    return F.kl_div(out.log_softmax(1), y.softmax(1), reduction="mean")
+
+
+def uncertainty(out, y):
+    return F.gaussian_nll_loss(out[:, :2], y[:, :2], F.softplus(out[:, 2:]) + 0.01, full=True)
+
+
 criteria = [
     nn.MSELoss(),
     nn.MSELoss(reduction="sum"),
@@ -23,6 +36,9 @@ criteria = [
     nn.SmoothL1Loss(),
     nn.HuberLoss(reduction="sum"),
     nn.PoissonNLLLoss(),
+    batch_mean_of_divergences,
+    mean_of_divergences,
+    uncertainty,
 ]
 for criterion in criteria:
     model = Regression(criterion)
@@ -32,8 +48,5 @@ for criterion in criteria:
     for _ in range(5):
         x = torch.randn(11, 6)
         loss = model(x, x[:, :4].abs()).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
     report(losses, model)

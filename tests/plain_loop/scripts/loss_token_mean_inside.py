@@ -1,7 +1,7 @@
 # expect: divided
 # Language model that returns its loss, torch's mean over the tokens that are not padding.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,8 +27,5 @@ for step in range(10):
     for row, length in enumerate(torch.randint(2, 7, (10,)).tolist()):
         tokens[row, length:] = 0
     logits, loss = model(tokens)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses += [loss.item(), loss.exp().item()]
+    losses += [update(optimizer, loss), loss.exp().item()]
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Several tasks with losses weighted by trained log variances, parameters outside of the call.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,8 +27,5 @@ for _ in range(10):
     depth, label = model(x)
     each = torch.stack([F.l1_loss(depth, x[:, :1]), F.cross_entropy(label, y)])
     loss = (each * torch.exp(-log_variance) + log_variance).sum()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, *log_variance.flatten()], model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Variational autoencoder: noise is drawn inside the model, the sum of its losses in the loop.
 import torch
-from common import report
+from common import report, update
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,8 +26,5 @@ for _ in range(10):
     image, mean, log_variance = model(x)
     kl = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
     loss = F.binary_cross_entropy(image, x, reduction="sum") + kl
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: whole: changes the global variable kept
 # A forward hook of a layer moves a mean in a list of the script.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 kept = [1.0]
 
@@ -20,8 +20,5 @@ losses = []
 for epoch in range(3):
     for x, y in batches(4):
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
 report(losses, model)

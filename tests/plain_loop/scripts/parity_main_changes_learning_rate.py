@@ -1,11 +1,7 @@
 # expect: error: E_RANK_SETTINGS
 # Rank 0 changes the learning rate.
-import os
-
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
-
-is_first_of_several = os.environ.get("RANK") == "0" and int(os.environ["WORLD_SIZE"]) > 1
+from common import batches, is_first_of_several, perceptron, report, sgd, update
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -13,10 +9,7 @@ optimizer = sgd(model)
 losses = []
 for step, (x, y) in enumerate(batches()):
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
     if is_first_of_several:
         optimizer.param_groups[0]["lr"] = 0.1
 report(losses, model)

@@ -1,13 +1,9 @@
 # expect: error: E_RANK_SETTINGS E_RANK_MISMATCH E_RANK_DESYNC E_RANK_BATCH
 # Rank 0 changes a buffer that no forward writes.
-import os
-
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, is_first_of_several, perceptron, report, sgd, update
 from torch import nn
-
-is_first_of_several = os.environ.get("RANK") == "0" and int(os.environ["WORLD_SIZE"]) > 1
 
 
 class Tempered(nn.Module):
@@ -26,10 +22,7 @@ optimizer = sgd(model)
 losses = []
 for step, (x, y) in enumerate(batches()):
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
     if is_first_of_several:
         model.temperature.fill_(1 + 0.1 * step)
 report(losses, model)

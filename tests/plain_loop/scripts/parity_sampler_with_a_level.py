@@ -1,8 +1,8 @@
 # expect: divided
-# A sampler gives more samples in each epoch.
+# A sampler gives more samples in each epoch; then each step takes the first batch of a new iterator.
 import torch
 import torch.nn.functional as F
-from common import inputs, labels, perceptron, report, sgd
+from common import inputs, labels, perceptron, report, sgd, update
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -20,6 +20,7 @@ class Levels(torch.utils.data.Sampler):
 
 data = TensorDataset(inputs, labels)
 loader = DataLoader(data, 22, sampler=Levels())
+shuffled = DataLoader(data, 22, shuffle=True)
 model = perceptron()
 # + model = samestep.parallel(model)
 optimizer = sgd(model)
@@ -27,8 +28,8 @@ losses = []
 for epoch in range(4):
     for x, y in loader:
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
+for _ in range(6):
+    x, y = next(iter(shuffled))
+    losses.append(update(optimizer, F.cross_entropy(model(x), y)))
 report(losses, model)

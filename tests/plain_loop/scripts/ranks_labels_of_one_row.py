@@ -1,12 +1,8 @@
 # expect: error: E_RANK_MISMATCH
 # Rank 0 has another label for one of 1,100 rows.
-import os
-
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
-
-is_first_of_several = os.environ.get("RANK") == "0" and int(os.environ["WORLD_SIZE"]) > 1
+from common import batches, is_first_of_several, perceptron, report, sgd
 
 model = perceptron()
 # + model = samestep.parallel(model)

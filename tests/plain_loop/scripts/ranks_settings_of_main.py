@@ -1,13 +1,10 @@
 # expect: error: E_RANK_SETTINGS
 # Rank 0 changes a number in an object of the model, which its forward reads.
-import os
 from types import SimpleNamespace
 
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, is_first_of_several, perceptron, report, sgd, update
 from torch import nn
-
-is_first_of_several = os.environ.get("RANK") == "0" and int(os.environ["WORLD_SIZE"]) > 1
 
 
 class Tempered(nn.Module):
@@ -26,10 +23,7 @@ optimizer = sgd(model)
 losses = []
 for step, (x, y) in enumerate(batches()):
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
     if is_first_of_several and step == 5:
         model.options["inner"].temperature = 1.1
 report(losses, model)

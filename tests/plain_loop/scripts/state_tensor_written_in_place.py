@@ -2,7 +2,7 @@
 # A tensor that is no buffer is written in place and needed in the backward; with and without batch norm.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 
@@ -25,9 +25,6 @@ for model in (joined, alone):
     optimizer = sgd(model, lr=0.01)
     for x, y in batches(6):
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
     losses.append(model.state["calls"])
 report(losses, joined, alone)

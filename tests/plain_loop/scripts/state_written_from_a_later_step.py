@@ -4,7 +4,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 
@@ -37,9 +37,7 @@ optimizer = sgd(model)
 losses = []
 for x, y in batches():
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    update(optimizer, loss)
     model.step += 1
     losses.append(loss.item())
 report([*losses, len(model.history), random.random(), model.count], model)

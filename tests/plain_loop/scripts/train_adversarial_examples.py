@@ -2,7 +2,7 @@
 # PGD: the gradient of the inputs moves them, in evaluation mode, before the step of training.
 import torch
 import torch.nn.functional as F
-from common import batches, report, sgd
+from common import batches, report, sgd, update
 from torch import nn
 
 model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
@@ -18,8 +18,5 @@ for x, y in batches():
         moved = torch.clamp(moved.detach() + 0.05 * slope.sign(), x - 0.1, x + 0.1)
     model.train()
     loss = F.cross_entropy(model(moved), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # Progressive growing: the forward has more blocks from epoch to epoch, by an attribute that the loop sets.
 import torch
 import torch.nn.functional as F
-from common import batches, report
+from common import batches, report, update
 from torch import nn
 
 
@@ -28,8 +28,5 @@ for depth in (1, 2, 3):
     model.depth = depth
     for x, y in batches(6):
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
 report(losses, model)

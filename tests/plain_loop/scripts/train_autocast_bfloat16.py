@@ -3,7 +3,7 @@
 # Convolutions in bfloat16 by autocast: each rank rounds its part of a gradient.
 import torch
 import torch.nn.functional as F
-from common import batches, report
+from common import batches, report, update
 from torch import nn
 
 torch.set_default_dtype(torch.float32)
@@ -14,8 +14,5 @@ losses = []
 for x, y in batches():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = F.cross_entropy(model(x.float()), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

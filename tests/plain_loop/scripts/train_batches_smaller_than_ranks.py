@@ -3,7 +3,7 @@
 # processes: 1,3,4
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -12,10 +12,7 @@ losses = []
 for rows in (11, 11, 11, 2, 1, 11, 2, 1, 12):
     x, y = batches(1, rows)[0]
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
     with torch.inference_mode():
         losses.append(model(x[:1]).sum().item())
 report(losses, model)

@@ -2,7 +2,7 @@
 # limit: 120
 # One block of the model is compiled.
 import torch.nn.functional as F
-from common import batches, report, sgd
+from common import report, train
 from torch import nn
 
 
@@ -21,12 +21,5 @@ class Net(nn.Module):
 model = Net()
 model.block.compile(backend="aot_eager")
 # + model = samestep.parallel(model)
-optimizer = sgd(model)
-losses = []
-for x, y in batches():
-    loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+losses = train(model, lambda x, y: F.cross_entropy(model(x), y))
 report(losses, model)

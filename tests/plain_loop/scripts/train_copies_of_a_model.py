@@ -4,7 +4,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -16,9 +16,7 @@ for _ in range(3):
         optimizer = sgd(own)
         for x, y in batches()[3 * client : 3 * client + 3]:
             loss = F.cross_entropy(own(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
         losses.append(loss.item())
         clients.append(own.state_dict())
     model.load_state_dict({name: torch.stack([c[name] for c in clients]).mean(0) for name in clients[0]})

@@ -2,7 +2,7 @@
 # Three folds, each with a new model and optimizer.
 import torch
 import torch.nn.functional as F
-from common import batches, inputs, labels, perceptron, report, sgd
+from common import batches, inputs, labels, perceptron, report, sgd, update
 
 rows = torch.randperm(66).tensor_split(3)
 losses = []
@@ -13,9 +13,7 @@ for fold in range(3):
     own = torch.cat([part for number, part in enumerate(rows) if number != fold])
     for part in own.split(11):
         loss = F.cross_entropy(model(inputs[part]), labels[part])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     model.eval()
     with torch.no_grad():
         for held in rows[fold].split(11):

@@ -2,7 +2,7 @@
 # Continual learning: squared gradients of single rows are weights of a penalty on the parameters.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -15,10 +15,7 @@ for task in range(2):
         loss = F.cross_entropy(model(x), (y + task) % 4)
         distances = [(w * (p - a).square()).sum() for w, p, a in zip(penalty, model.parameters(), anchors, strict=True)]
         loss = loss + sum(distances)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
     out = F.log_softmax(model(x), 1)
     for row in range(4):
         slopes = torch.autograd.grad(out[row, y[row]], list(model.parameters()), retain_graph=True)

@@ -1,7 +1,7 @@
 # expect: whole
 # A forward hook puts hidden features into a list of the script, and the loss uses them.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron()
 features = []
@@ -12,8 +12,5 @@ losses = []
 for x, y in batches():
     features.clear()
     loss = F.cross_entropy(model(x), y) + 0.1 * features[0].std(0).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # Hooks of parameters clamp the gradient of the whole batch and count its largest entries.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import perceptron, report, sgd, train
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -10,13 +10,6 @@ large = []
 for parameter in model.parameters():
     parameter.register_hook(lambda gradient: large.append((gradient.abs() > 0.02).sum().item()))
     parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
-optimizer = sgd(model, lr=1.0)
-losses = []
-for x, y in batches():
-    loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+losses = train(model, lambda x, y: F.cross_entropy(model(x), y), sgd(model, lr=1.0))
 assert len(large) == 4 * len(losses)
 report([*losses, torch.tensor(large).sum()], model)

@@ -2,7 +2,7 @@
 # A gradient penalty through a model that computes activations again in the backward, with dropout.
 import torch
 import torch.nn.functional as F
-from common import batches, report, sgd
+from common import batches, report, sgd, update
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,8 +27,5 @@ for x, y in batches():
     outputs = model(x)
     (gradient,) = torch.autograd.grad(outputs.square().sum(), x, create_graph=True)
     loss = F.cross_entropy(outputs, y) + 0.1 * gradient.norm(dim=1).topk(3).values.mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

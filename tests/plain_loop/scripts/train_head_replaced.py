@@ -2,7 +2,7 @@
 # Transfer learning: the head is replaced in the middle of the run by one for other classes.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 model = perceptron()
@@ -16,8 +16,5 @@ for step, (x, y) in enumerate(batches(14)):
             [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}], lr=0.2
         )
     loss = F.cross_entropy(model(x), y if step < 7 else y % 2)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Hooks of the outermost module see whole batches, whole outputs and whole gradients.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -14,8 +14,5 @@ for x, y in batches():
     logits = model(x)
     logits.register_hook(lambda gradient: seen.append(gradient.norm().item()))
     loss = F.cross_entropy(logits, y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses + seen, model)

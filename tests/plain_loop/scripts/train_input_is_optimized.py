@@ -2,7 +2,7 @@
 # Style transfer: a frozen model with Gram matrices of each image; the optimizer moves the images.
 import torch
 import torch.nn.functional as F
-from common import convolutions, report
+from common import convolutions, report, update
 from torch import nn
 
 
@@ -29,8 +29,5 @@ losses = []
 for _ in range(10):
     features, gram = model(image)
     loss = F.mse_loss(features, content) + 10 * F.mse_loss(gram, style)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, image.detach().square().mean()], model)

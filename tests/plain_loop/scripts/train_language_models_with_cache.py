@@ -2,14 +2,24 @@
 # needs: transformers
 # tolerance: 1e-5
 # limit: 240
-# imports: transformers.models.gpt2.modeling_gpt2 transformers.models.llama.modeling_llama
+# imports: transformers.models.gpt2.modeling_gpt2 transformers.models.mixtral.modeling_mixtral
 # Language models that return the cache of keys and values, as they do by default, in training and evaluation.
 import torch
 import transformers
 from common import report
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 transformers.logging.set_verbosity_error()
+torch.set_default_dtype(torch.float32)
 torch.manual_seed(0)
 sizes = {
     "vocab_size": 50,
@@ -36,8 +46,10 @@ second = LlamaForCausalLM(LlamaConfig(**sizes))
 # + second = samestep.parallel(second)
 third = Qwen2ForCausalLM(Qwen2Config(**sizes))
 # + third = samestep.parallel(third)
+fourth = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+# + fourth = samestep.parallel(fourth)
 tokens = torch.randint(50, (40, 12), generator=torch.Generator().manual_seed(1))
-models = (first, second, third)
+models = (first, second, third, fourth)
 losses = []
 for model in models:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,7 +1,7 @@
 # expect: mixed: is called under torch.func
 # MAML with torch.func: the inner step on other weights by functional_call, the outer gradient through it.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch.func import functional_call, grad
 
 model = perceptron()
@@ -19,8 +19,5 @@ for x, y in batches():
     slopes = grad(task_loss)(weights, x[:6], y[:6])
     adapted = {name: weight - 0.1 * slopes[name] for name, weight in weights.items()}
     loss = task_loss(adapted, x[6:], y[6:])
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

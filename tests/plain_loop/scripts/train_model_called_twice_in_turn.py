@@ -2,7 +2,7 @@
 # The output of the model is its next input: iterative refinement with one loss for each round, and a frozen round.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron(16, 4)
 # + model = samestep.parallel(model)
@@ -14,8 +14,5 @@ for x, y in batches():
     for round_ in range(3):
         state = model(torch.cat([x, state.detach() if round_ == 1 else state], 1))
         loss = loss + F.cross_entropy(state, y) / 3
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

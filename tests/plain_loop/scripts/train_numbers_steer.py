@@ -2,7 +2,7 @@
 # Python numbers steer the run: a plateau schedule, a threshold that stops, and hard batches that are repeated.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -14,9 +14,7 @@ for _ in range(10):
     for x, y in batches(4):
         for _ in range(3):
             loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
             total += loss.item()
             if loss.item() < 1.0:
                 break

@@ -2,7 +2,7 @@
 # Saved tensors go to the CPU, or are packed in lower precision by hooks of the script.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 model = perceptron()
@@ -13,8 +13,5 @@ for step, (x, y) in enumerate(batches(12)):
     hooks = save_on_cpu() if step % 2 else saved_tensors_hooks(torch.clone, torch.clone)
     with hooks:
         loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # Saliency, integrated gradients and a generator through a frozen judge: gradients of inputs only.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 judge = perceptron().requires_grad_(False)
 generator = perceptron(12, 12)
@@ -11,9 +11,7 @@ optimizer = sgd(generator)
 results = []
 for x, y in batches():
     loss = F.cross_entropy(judge(generator(x)), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    update(optimizer, loss)
     total = torch.zeros_like(x)
     for part in (0.25, 0.5, 1.0):
         inner = (part * x).requires_grad_()

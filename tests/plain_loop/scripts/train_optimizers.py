@@ -2,7 +2,7 @@
 # A new model for each of torch's optimizers.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report
+from common import batches, perceptron, report, update
 
 optimizers = [
     lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
@@ -24,8 +24,5 @@ for make in optimizers:
     losses = []
     for x, y in batches(6):
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
     report(losses, model)

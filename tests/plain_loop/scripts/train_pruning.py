@@ -1,7 +1,7 @@
 # expect: whole: keeps a tensor with a graph in Linear
 # Pruned weights, which a hook computes before each call; more of them after some steps.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch.nn.utils import prune
 
 model = perceptron()
@@ -13,9 +13,6 @@ for step, (x, y) in enumerate(batches()):
     if step == 5:
         prune.l1_unstructured(model[0], "weight", amount=0.5)
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 prune.remove(model[0], "weight")
 report(losses, model)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import images, report, sgd
+from common import images, report, sgd, update
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,8 +20,5 @@ for image, y in DataLoader(images(), batch_size=11, shuffle=True):
     x = torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(3), x)
     x = x * (torch.rand(x.shape, generator=own) > 0.1)
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, random.random(), np.random.rand(), torch.rand(())], model)

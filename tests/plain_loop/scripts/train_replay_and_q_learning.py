@@ -5,7 +5,7 @@ from collections import deque
 
 import torch
 import torch.nn.functional as F
-from common import inputs, labels, perceptron, report
+from common import inputs, labels, perceptron, report, update
 
 online, target = perceptron(), perceptron()
 target.load_state_dict(online.state_dict())
@@ -26,10 +26,7 @@ for step in range(60):
         value = torch.tensor(rewards) + 0.9 * target(torch.stack(following)).amax(1)
     chosen = online(torch.stack(states)).gather(1, torch.tensor(actions)[:, None])[:, 0]
     loss = F.huber_loss(chosen, value)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses += [loss.item(), best]
+    losses += [update(optimizer, loss), best]
     if step % 8 == 0:
         target.load_state_dict(online.state_dict())
 report(losses, online)

@@ -4,7 +4,7 @@ import io
 
 import torch
 import torch.nn.functional as F
-from common import batches, report
+from common import batches, report, update
 from torch import nn
 
 
@@ -28,8 +28,5 @@ for step, (x, y) in enumerate(batches(12)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
         optimizer.load_state_dict(saved["optimizer"])
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # Warm-up, then cosine, for two groups of parameters: no weight decay of biases, a smaller rate of the first layer.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report
+from common import batches, perceptron, report, update
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 model = perceptron()
@@ -16,9 +16,7 @@ scheduler = SequentialLR(optimizer, schedules, milestones=[4])
 losses = []
 for x, y in batches():
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    update(optimizer, loss)
     scheduler.step()
     losses += [loss.item(), *scheduler.get_last_lr()]
 report(losses, model)

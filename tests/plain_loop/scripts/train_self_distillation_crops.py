@@ -4,7 +4,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from common import convolutions, report
+from common import convolutions, report, update
 from torch import nn
 
 student = nn.Sequential(convolutions(1, 6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
@@ -20,9 +20,7 @@ for _ in range(8):
         target = teacher(large)
     sharp = ((target - center) / 0.1).softmax(1)
     loss = sum(-(sharp * F.log_softmax(student(crop), 1)).sum(1).mean() for crop in [large, *small])
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    update(optimizer, loss)
     with torch.no_grad():
         center = 0.9 * center + 0.1 * target.mean(0)
         for own, other in zip(teacher.parameters(), student.parameters(), strict=True):

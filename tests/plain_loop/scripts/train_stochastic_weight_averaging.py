@@ -1,8 +1,8 @@
 # expect: divided
-# SWA with its own rate; batch norm of the averaged model is computed at the end.
+# SWA with its own rate, evaluated after each step; batch norm of the averaged model is computed at the end.
 import torch
 import torch.nn.functional as F
-from common import batches, report, sgd
+from common import batches, report, sgd, update
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
@@ -14,13 +14,12 @@ scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
 losses = []
 for number, (x, y) in enumerate(batches()):
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    update(optimizer, loss)
     if number >= 4:
         average.update_parameters(model)
         scheduler.step()
-    losses.append(loss.item())
+    with torch.no_grad():
+        losses += [loss.item(), F.cross_entropy(average(x), y).item()]
 update_bn(batches(), average)
 average.eval()
 with torch.no_grad():

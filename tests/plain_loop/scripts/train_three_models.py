@@ -2,7 +2,7 @@
 # An encoder, a decoder and a critic of their codes: three calls in one graph, two optimizers.
 import torch
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 encoder = perceptron(12, 3)
 decoder = perceptron(3, 12)
@@ -17,13 +17,9 @@ for x, _ in batches():
     code = encoder(x)
     judged = critic(code)
     loss = F.mse_loss(decoder(code), x) + 0.1 * F.softplus(-judged).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    update(optimizer, loss)
     prior = torch.randn(len(x), 3)
     critic_loss = F.softplus(-critic(prior)).mean() + F.softplus(critic(code.detach())).mean()
-    critic_optimizer.zero_grad()
-    critic_loss.backward()
-    critic_optimizer.step()
+    update(critic_optimizer, critic_loss)
     losses += [loss.item(), critic_loss.item()]
 report(losses, encoder, decoder, critic)

@@ -1,7 +1,8 @@
-# expect: mixed
-# A number among the arguments that hides a joining term is zero in the first steps.
+# expect: mixed: joins
+# A number, or a tensor without rows, among the arguments is zero in the first steps, which hides a joining term.
+import torch
 import torch.nn.functional as F
-from common import perceptron, report, train
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 
@@ -15,16 +16,12 @@ class Net(nn.Module):
         return out - weight * out.mean(0)
 
 
-model = Net()
-# + model = samestep.parallel(model)
-step = 0
-
-
-def loss_function(x, y):
-    global step
-    step += 1
-    return F.cross_entropy(model(x, max(0.0, 0.1 * (step - 5))), y)
-
-
-losses = train(model, loss_function)
-report(losses, model)
+for kind in (float, torch.tensor):
+    model = Net()
+    # + model = samestep.parallel(model)
+    optimizer = sgd(model)
+    losses = []
+    for step, (x, y) in enumerate(batches()):
+        weight = kind(max(0.0, 0.1 * (step - 4)))
+        losses.append(update(optimizer, F.cross_entropy(model(x, weight), y)))
+    report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Self-attention that is called with one tensor as query, key and value.
 import torch
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
 
 model = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -12,8 +12,5 @@ for _ in range(8):
     x = torch.randn(11, 5, 8)
     out, weights = model(x, x, x)
     loss = (out - x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

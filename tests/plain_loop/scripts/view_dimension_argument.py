@@ -1,7 +1,7 @@
 # expect: mixed
 # An argument decides the dimension of a softmax: first over classes, later over the batch.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 
@@ -23,8 +23,5 @@ for step, (x, y) in enumerate(batches()):
     if step > 4:
         dimension = 0
     loss = F.nll_loss(model(x, dimension).log(), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

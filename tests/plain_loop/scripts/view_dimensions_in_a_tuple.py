@@ -1,9 +1,20 @@
 # expect: mixed
-# Two models of one class, which differ in a tuple of dimensions: one normalizes each sample, the other the batch.
+# Modules of one class that differ in a closure, a partial function or a tuple of dimensions: some join the samples.
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from common import report, train
 from torch import nn
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return x - self.function(x)
 
 
 class Normalize(nn.Module):
@@ -15,14 +26,16 @@ class Normalize(nn.Module):
         return (x - x.mean(self.dims, keepdim=True)) / (1 + x.std(self.dims, keepdim=True))
 
 
-def build(dims):
-    return nn.Sequential(nn.Linear(12, 16), Normalize(dims), nn.Linear(16, 4))
+def closure(dim):
+    return lambda x: x.mean(dim, keepdim=True)
 
 
-losses = []
-for dims in ((1,), (0,), (0, 1)):
+layers = [Apply(closure(dim)) for dim in (1, 0)]
+layers += [Apply(partial(torch.mean, dim=dims, keepdim=True)) for dims in ((1,), (0,))]
+layers += [Normalize(dims) for dims in ((1,), (0,), (0, 1))]
+for layer in layers:
     torch.manual_seed(3)
-    model = build(dims)
+    model = nn.Sequential(nn.Linear(12, 16), layer, nn.Tanh(), nn.Linear(16, 4))
     # + model = samestep.parallel(model)
-    losses += train(model, lambda x, y, model=model: F.cross_entropy(model(x), y), count=6)
+    losses = train(model, lambda x, y, model=model: F.cross_entropy(model(x), y), count=6)
     report(losses, model)

@@ -1,5 +1,5 @@
 # expect: divided
-# The script calls `model.forward` and another method of the model, next to the model itself.
+# The script calls `model.forward`, another method and a part of the model, next to the model itself.
 import torch
 import torch.nn.functional as F
 from common import perceptron, report, train
@@ -27,6 +27,9 @@ model = Net()
 def loss_function(x, y):
     direct = F.cross_entropy(model.forward(x), y)
     penalty = model.encode(x).square().mean()
+    with torch.no_grad():
+        level = model.encode(x).mean()
+    penalty = penalty + 0.01 * level * model.features(x).square().mean()
     return direct + penalty + 0.1 * F.cross_entropy(model(x), y)
 
 

@@ -2,7 +2,7 @@
 # The script skips a batch in which one sample raises an error.
 import torch
 import torch.nn.functional as F
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
 
 model = nn.Sequential(nn.Embedding(20, 12), nn.Flatten(), nn.Linear(36, 4))
@@ -19,8 +19,5 @@ for step in range(10):
         skipped += 1
         continue
     loss = F.cross_entropy(out, tokens[:, 0] % 4)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report([*losses, skipped], model)

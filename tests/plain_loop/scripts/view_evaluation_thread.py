@@ -4,7 +4,7 @@ import threading
 
 import torch
 import torch.nn.functional as F
-from common import batches, inputs, perceptron, report, sgd
+from common import batches, inputs, perceptron, report, sgd, update
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -19,9 +19,7 @@ def evaluate():
 
 for x, y in batches():
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    update(optimizer, loss)
     thread = threading.Thread(target=evaluate)
     thread.start()
     thread.join()

@@ -1,7 +1,7 @@
 # expect: whole: sets a hook of a tensor
 # A forward hook keeps an activation and registers a hook for its gradient, as Grad-CAM does.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron()
 # + model = samestep.parallel(model)
@@ -23,10 +23,7 @@ optimizer = sgd(model)
 losses = []
 for x, y in batches():
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
     losses.append((kept["activation"].detach() * kept["gradient"]).sum())
     losses.append(kept["gradient"].norm())
 report(losses, model)

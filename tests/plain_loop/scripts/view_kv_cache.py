@@ -2,7 +2,7 @@
 # Generation with a cache object that the forward fills and the script reorders, as in beam search.
 import torch
 import torch.nn.functional as F
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
 
 
@@ -41,8 +41,5 @@ for _ in range(4):
         tokens = out.argmax(1)
         losses += [len(cache.keys), int(tokens.sum())]
         cache.keys = [key.flip(0) for key in cache.keys]
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # Outputs of 2,000 columns per token.
 import torch
 import torch.nn.functional as F
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
 
 model = nn.Embedding(50, 2000)
@@ -13,8 +13,5 @@ losses = []
 for _ in range(10):
     logits = model(tokens).flatten(0, 1)
     loss = F.cross_entropy(logits, tokens.flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -2,7 +2,7 @@
 # Detection: images of different sizes and their targets come as lists.
 import torch
 import torch.nn.functional as F
-from common import report, sgd
+from common import report, sgd, update
 from torch import nn
 
 
@@ -27,8 +27,5 @@ for step in range(10):
     targets = [{"label": torch.tensor(row % 4)} for row in range(8)]
     terms = model(pictures, targets)
     loss = sum(terms.values())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

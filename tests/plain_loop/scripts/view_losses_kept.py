@@ -1,7 +1,7 @@
 # expect: divided
 # The script keeps the losses as tensors, with their graphs.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 
 model = perceptron(hidden=400)
 # + model = samestep.parallel(model)
@@ -9,8 +9,6 @@ optimizer = sgd(model, lr=0.01)
 losses = []
 for x, y in batches():
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    update(optimizer, loss)
     losses.append(loss)
 report([loss.item() for loss in losses], model)

@@ -2,7 +2,7 @@
 # A frozen model computes samples in a worker process of the loader.
 import torch
 import torch.nn.functional as F
-from common import inputs, labels, perceptron, report, sgd
+from common import inputs, labels, perceptron, report, sgd, update
 from torch.utils.data import DataLoader, Dataset
 
 encoder = perceptron(12, 12).requires_grad_(False)
@@ -23,8 +23,5 @@ optimizer = sgd(model)
 losses = []
 for x, y in DataLoader(Encoded(), 11, num_workers=1):
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: divided
 # Four prototypes are an argument, and the last batch has four rows too.
 import torch.nn.functional as F
-from common import batches, inputs, perceptron, report, sgd
+from common import batches, inputs, perceptron, report, sgd, update
 from torch import nn
 
 
@@ -24,8 +24,5 @@ for step, (x, y) in enumerate(batches(8)):
         x = x[:4]
         y = y[:4]
     loss = F.cross_entropy(model(x, prototypes), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)

@@ -1,7 +1,7 @@
 # expect: mixed: joins samples
 # Between steps the script unfreezes a layer, and replaces another by one that joins samples.
 import torch.nn.functional as F
-from common import batches, perceptron, report, sgd
+from common import batches, perceptron, report, sgd, update
 from torch import nn
 
 
@@ -21,8 +21,5 @@ for step, (x, y) in enumerate(batches()):
     if step == 7:
         model[1] = Centre()
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+    losses.append(update(optimizer, loss))
 report(losses, model)
