@@ -97,7 +97,7 @@ class CheckpointManager(LoopCheckpoints):
         best_mode: Mode | None = None,
         background: bool = False,
     ) -> None:
-        rule = BestRule.of(best_by, best_mode)
+        self._rule = BestRule.of(best_by, best_mode)
         loaders = _by_name(batches)
         loops = _plain_loops(_by_name(model), optimizer, scheduler, scaler)
         world = next(iter(loops.values())).world
@@ -114,7 +114,7 @@ class CheckpointManager(LoopCheckpoints):
             store.hold(HeldFolder(store.path))
         process_state.source_files.note_imports()
         # No reference to this object: its lock ends with it.
-        super().__init__(store, loops, loaders, objects, rule, lambda _: None)
+        super().__init__(store, loops, loaders, objects, lambda _: None)
         self._settings = {
             name: settings_of(
                 training.optimizer, {"scheduler": training.scheduler, **training.named_objects}
@@ -157,6 +157,7 @@ class CheckpointManager(LoopCheckpoints):
     def _end_on_request(self) -> None:
         """End the script between two batches or epochs after a stop request, and save before."""
         step = self._step
+        # After two batches, a schedule with one step for each batch has taken two.
         if self._epochs and self._first_loader.cursor.samples == 2 * self._first_loader.batch_size:
             self._warn(self._foreseen_of_schedules(self._epochs))
             self._epochs = 0

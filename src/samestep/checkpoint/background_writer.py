@@ -225,6 +225,7 @@ class AsyncCheckpointWriter:
 
 class _WriterThread(threading.Thread):
     def __init__(self, write: Callable[[], SavedCheckpoint]) -> None:
+        # No daemon: the end of the interpreter waits for a checkpoint that is being written.
         super().__init__(name="samestep-checkpoint")
         self._write = write
         self.saved: SavedCheckpoint | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from functools import cache, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -86,11 +86,6 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
-def mix(history: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Return h P + bits modulo 2^64: a difference between two histories never disappears."""
-    return history * _FACTOR + bits
-
-
 def signed(number: int) -> int:
     """Return a number modulo 2^64 as the signed integer of an int64 tensor."""
     return (number + 2**63) % MODULUS - 2**63
@@ -144,44 +139,29 @@ class Trained(Protocol):
         """The objects with state."""
 
 
-class _State(NamedTuple):
-    """State of which a checksum is computed: tensors, and other values as text, by name."""
+def checksum_event(trained: Trained, cursor: Cursor) -> dict[str, Any]:
+    """Return the fields of an event with the checksum of the state, in hexadecimal digits.
 
-    tensors: dict[str, torch.Tensor]
-    values: dict[str, str]
+    The checksum has 64 bits that depend on every bit of the state: parameters, persistent buffers,
+    state and groups of the optimizer, moving average, state of scaler, schedule and modules, number
+    of steps, and the position `cursor`. Tensors enter as in `checksum`, other values by a hash.
 
-
-def state_checksum(trained: Trained, cursor: Cursor) -> int | None:
-    """Return 64 bits that depend on every bit of the state; None on ranks other than 0.
-
-    The state consists of parameters, persistent buffers, state and groups of the optimizer, moving
-    average, state of scaler, schedule and modules, number of steps, and the position `cursor`.
-    Tensors enter as in `checksum`, other values by their BLAKE2 hash.
-
-    The parameters must be complete on each rank. Waits for a GPU once.
+    The parameters must be complete on each rank. Waits for a GPU once. There are no fields on ranks
+    other than 0, which log nothing.
 
     Raises:
         InputError: the state has a value that a checkpoint cannot hold.
     """
     if not trained.world.is_main:
-        return None
-    state = _state_of(trained, cursor)
-    total = _sum_of_tensors(state.tensors, trained.world.device) + _sum_of_values(state.values)
-    return int(device_reads.values(total)) % MODULUS
+        return {}
+    tensors, texts = _state_of(trained, cursor)
+    total = _sum_of_tensors(tensors, trained.world.device) + _sum_of_texts(texts)
+    value = int(device_reads.values(total)) % MODULUS
+    return {"step": trained.steps, "checksum": f"{value:016x}"}
 
 
-def checksum_event(trained: Trained, cursor: Cursor) -> dict[str, Any]:
-    """Return the fields of an event with the checksum of the state, in hexadecimal digits.
-
-    There are none on ranks other than 0, which log nothing.
-    """
-    value = state_checksum(trained, cursor)
-    if value is not None:
-        return {"step": trained.steps, "checksum": f"{value:016x}"}
-    return {}
-
-
-def _state_of(trained: Trained, cursor: Cursor) -> _State:
+def _state_of(trained: Trained, cursor: Cursor) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the state: tensors, and other values as text, by name."""
     training = trained.training
     assert not training.parameters.is_divided
     optimizer = training.optimizer
@@ -225,7 +205,7 @@ def _state_of(trained: Trained, cursor: Cursor) -> _State:
                 texts[f"{kind} of {name}"] = json.dumps(encode(value, {}, kind))
     average = training.average or {}
     tensors |= {f"average of {name}": value for name, value in average.items()}
-    return _State(tensors, texts)
+    return tensors, texts
 
 
 def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -238,8 +218,10 @@ def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _sum_of_values(values: dict[str, str]) -> int:
+def _sum_of_texts(texts: dict[str, str]) -> int:
     """Return the contribution of values to a checksum, as a signed integer."""
-    texts = [f"{name} {value}".encode() for name, value in values.items()]
-    hashes = [hashlib.blake2b(text, digest_size=8).digest() for text in texts]
-    return signed(sum(int.from_bytes(one, "little") for one in hashes))
+    total = 0
+    for name, text in texts.items():
+        digest = hashlib.blake2b(f"{name} {text}".encode(), digest_size=8).digest()
+        total += int.from_bytes(digest, "little")
+    return signed(total)

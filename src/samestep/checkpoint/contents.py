@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
@@ -88,8 +88,8 @@ class SavedState(Strict):
     attributes: dict[str, Any] = field(default_factory=dict)  # values or hashes, for comparison
 
 
-class SavedParameters(Protocol):
-    """Parameters of a model on this rank, by default the complete model.
+class SavedParameters:
+    """Parameters of a model that this rank has completely; subclasses divide them among ranks.
 
     Attributes:
         local: local part of each parameter, as the optimizer has it, by the model's names.
@@ -97,8 +97,10 @@ class SavedParameters(Protocol):
             a collective.
     """
 
-    local: dict[str, torch.nn.Parameter]
-    is_divided: bool
+    is_divided = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.local = dict(model.named_parameters())
 
     def has(self, name: str) -> bool:
         """Whether this rank has a parameter, or a part of it."""
@@ -118,14 +120,6 @@ class SavedParameters(Protocol):
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor; one of another shape stays as it is."""
         return full
-
-
-class CompleteModel(SavedParameters):
-    """Parameters of a model that this rank has completely."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.local = dict(model.named_parameters())
-        self.is_divided = False
 
 
 @dataclass(frozen=True)
@@ -152,7 +146,7 @@ class Training:
     @cached_property
     def parameters(self) -> SavedParameters:
         """Parameters on this rank."""
-        return self.local_parameters or CompleteModel(self.model)
+        return self.local_parameters or SavedParameters(self.model)
 
     @property
     def named_objects(self) -> dict[str, Any]:
@@ -169,6 +163,7 @@ def parse(kind: type[Kind], data: bytes, path: Path) -> Kind:
     # Lazy: a program that reads no checkpoint does not need the package.
     from pydantic import ValidationError
 
+    # Strict: "3" is no number.
     validator = validator_of(kind)  # type: ignore[arg-type]  # a class is hashable
     try:
         contents: Kind = validator.validate_json(data, strict=True)

@@ -9,14 +9,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from samestep.distributed.disk_operations import disk_operations
 from samestep.errors import CheckpointWriteError, RunError
-
-if TYPE_CHECKING:
-    pass
-
 
 # A system call writes less than 2 GiB; smaller chunks let other threads of this process run in
 # between.
@@ -94,6 +89,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         RunError: the file cannot be written; the old contents are unchanged.
     """
+    # A fixed name: files of killed processes do not add up. One process writes each of these files.
     temporary = path.with_name(f".{path.name}.writing")
     try:
         temporary.unlink(missing_ok=True)  # of a process that was killed

@@ -68,6 +68,7 @@ def encode(value: Any, tensors: Tensors, place: str) -> Any:
     for name, (known, contents, _) in _TYPES.items():
         if kind is known:
             items = encode(contents(value), tensors, place)
+            # The order of a set is another one in each process, and ranks compare hashes of states.
             if kind in (set, frozenset):
                 items = sorted(items, key=json.dumps)
             return {_TYPE: name, "items": items}

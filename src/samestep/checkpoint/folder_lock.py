@@ -53,7 +53,7 @@ class FolderLock:
                 mode=stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1,
                 thread_local=False,
                 is_singleton=True,
-                fallback_to_soft=False,
+                fallback_to_soft=False,  # a file that a killed process leaves behind
                 on_acquired=_write_holder,
             )
             lock.acquire(timeout=timeout)

@@ -27,7 +27,6 @@ from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.devices import machine
 from samestep.distributed.world import all_gather
 from samestep.errors import RankMismatchError
-from samestep.metrics.metrics import BestRule
 
 
 class LoopCheckpoints:
@@ -38,7 +37,6 @@ class LoopCheckpoints:
         loops: models with their optimizers, by name.
         loaders: training data by name; the cursor of the first is the position of the loop.
         objects: other objects with state, by name.
-        rule: rule that selects the best checkpoint.
         on_saved: called in the training thread for each complete checkpoint.
     """
 
@@ -48,14 +46,12 @@ class LoopCheckpoints:
         loops: Mapping[str, Trained],
         loaders: Mapping[str, WholeBatches],
         objects: Mapping[str, Any],
-        rule: BestRule,
         on_saved: Callable[[SavedCheckpoint], None],
     ) -> None:
         self._folder = folder
         self._loops = loops
         self._loaders = loaders
         self._objects = objects
-        self._rule = rule
         self._best: float | None = None
         self._world = next(iter(loops.values())).world
         heartbeat = self._world.session.status.heartbeat
@@ -153,6 +149,7 @@ class LoopCheckpoints:
         Raises:
             RankMismatchError: they have not.
         """
+        # Paths can be equal on machines with different disks; the manifest has the hashes of files.
         digest = "" if path is None else manifest_digest(path)
         own = [digest, str(self._folder.path.absolute()), "" if path is None else path.name]
         first, *others = all_gather(own, self._world)

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from samestep.checkpoint.background_writer import HostBuffers, TensorFile, distinct
 from samestep.checkpoint.contents import (
-    CompleteModel,
     Progress,
     SavedOptimizer,
     SavedParameters,
@@ -228,6 +227,7 @@ def load_all(
             _loading(checkpoint, training, saved[prefix], prefix, undo, new_objects)
             for prefix, training in trainings.items()
         ]
+        # In step: all models are compared before one of them changes.
         for _ in zip(*loadings, strict=True):
             pass
         undo.pop_all()
@@ -341,7 +341,7 @@ def load_model(
         CheckpointError: the checkpoint is damaged, or of another model.
     """
     averages = (AVERAGE,) if averaged else ()
-    parameters = parameters or CompleteModel(model)
+    parameters = parameters or SavedParameters(model)
     with _load_errors(checkpoint):
         state = read_state(checkpoint, MODEL, *averages)
         restore = _decoder(checkpoint, "", parameters)

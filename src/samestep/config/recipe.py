@@ -366,6 +366,7 @@ class RunOptions(Constrained):
         super().__post_init__()
         for name in self.loggers:
             known: tuple[str, ...] = LOGGERS
+            # Only for other names: the search reads the metadata of all installed packages.
             if name not in LOGGERS:
                 known += tuple(one.name for one in entry_points(group=LOGGER_GROUP))
             require(

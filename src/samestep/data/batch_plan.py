@@ -162,6 +162,7 @@ def rebuilt(data: Any, plan: Plan, replace: Callable[[Any, Leaf], Any]) -> Any:
     """
     if isinstance(plan, Leaf):
         return replace(data, plan)
+    # Keys in order: ranks gather leaves by number.
     if isinstance(plan, dict):
         if not _is_mapping(data) or list(data.keys()) != list(plan):
             raise OtherStructure

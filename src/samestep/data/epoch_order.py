@@ -63,7 +63,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         self._drop_last = bool(options["drop_last"])
         lengths: Sequence[int] | None = options["lengths"]
         self._lengths: Indices | None = None
-        content = b""
+        content = b""  # of lengths, of which checkpoints contain a hash alone
         if lengths is not None:
             self._lengths = numpy.asarray(lengths, dtype=numpy.int64)
             content = self._lengths.tobytes()
@@ -76,6 +76,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
         if (epoch, len(self._dataset)) != self._sizes:
+            # The length can depend on the epoch.
             set_epoch(self._dataset, self.seed, epoch)
             samples = len(self._dataset)
             self._require_samples(samples)

@@ -151,6 +151,7 @@ def own_iterator(loader: DataLoader[Any], state: OwnRows) -> _BaseDataLoaderIter
         loader.check_worker_number_rationality()
         require_files_of_workers(loader.num_workers)
         kind = _WorkersIterator
+    # The constructor of torch requests batches, for which the state must be there.
     iterator = kind.__new__(kind)
     iterator.state = state
     kind.__init__(iterator, loader)
@@ -170,6 +171,8 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         self._dataset: Any
         is_pipe = isinstance(self._dataset, MapDataPipe)
         is_map = self._dataset_kind == _DatasetKind.Map and not is_pipe
+        # Without `in_order`, batches come in the order in which workers are ready: another one on
+        # each rank, so that their rows are of different batches.
         self._reads_samples = is_map and self._auto_collation and getattr(loader, "in_order", True)
         self._script_dataset = self._dataset
         if self._reads_samples:
@@ -262,6 +265,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         state.samples.update(read=reading.samples, needed=len(pending.indices))
         if ranks is None or not ranks.can_send():
             return self._completed_alone(pending, reading)
+        # A failure is sent in the word, and not raised here: the other ranks would wait in `word`.
         leaves: Leaves = []
         small: list[int] = []
         packed = torch.empty(0, dtype=torch.uint8)
@@ -298,6 +302,8 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
                 messages = [every[start:stop] for start, stop in _spans(lengths)]
                 values = unpack(messages, counts, [leaves[number] for number in small])
                 gathered = dict(zip(small, values, strict=True))
+            # `__getitems__` of a data set can return fewer samples than indices. Then the own rows
+            # are not those of a divided call.
             is_complete = sum(counts) == len(pending.indices)
             join = ranks.rows if is_complete else ranks.gather
             return self._joined(reading.data, gathered, _spans(counts), join)
@@ -454,6 +460,7 @@ class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
 
 def _draws_once(loader: DataLoader[Any]) -> bool:
     """Whether the sampler of a loader draws no index twice in an epoch."""
+    # Otherwise repeats are counted, so that an index that comes twice has two augmentations.
     if isinstance(loader.batch_sampler, EpochOrder):
         return True
     sampler = getattr(loader.batch_sampler, "sampler", None)

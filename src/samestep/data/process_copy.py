@@ -35,6 +35,7 @@ def called_in_copy(function: Callable[[], Result], seconds: float) -> Result | N
     """
     if not hasattr(os, "fork"):
         return None
+    # Not `multiprocessing`: workers of loaders are daemons, which may not start its processes.
     receiver, sender = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():

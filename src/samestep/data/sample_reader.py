@@ -225,6 +225,7 @@ class SampleReader(Dataset[Any]):
                 samples = self._one_by_one(request, seeds=request.draws).samples
             return list(map(content_of, samples))
 
+        # In a copy, a data set that counts its reads does not see these.
         hashes = called_in_copy(read, COPY_SECONDS) or read()
         return Reading(hashes, len(hashes))
 

@@ -80,11 +80,13 @@ class WholeBatches:
         self._begin: list[torch.Tensor] | None = None
         self._resumed: list[torch.Tensor] | None = None
         self._forked_size = -1  # of the data set in persistent workers
+        # Weak: the workers of an iteration that the script has left end with their iterator.
         self._running: weakref.ref[_BaseDataLoaderIter] | None = None
         self.between_batches: Callable[[], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of torch's loader, such as `sampler` or `num_workers`."""
+        # A copy asks for private names before `_loader` is set, which would have no end.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -226,6 +228,7 @@ class WholeBatches:
                 )
         if self._order is not None:
             size = len(self.dataset)  # type: ignore[arg-type]
+            # Persistent workers have a copy of the data set, which does not grow with this one.
             if size != self._forked_size:
                 self._forked_size = size
                 self._loader._iterator = None

@@ -179,6 +179,7 @@ class JsonlLogger(Logger):
     def log_event(self, event: Event) -> None:
         with disk_operations.run("write", self._path):
             if self._file is None:
+                # By lines: `samestep top` reads the file during the run.
                 self._file = open(  # noqa: SIM115 - closed by `close`
                     self._path, "a", buffering=1, encoding="utf-8", opener=regular_file
                 )

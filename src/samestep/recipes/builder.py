@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.checkpoint.contents import CompleteModel
+from samestep.checkpoint.contents import SavedParameters
 from samestep.config import NamedConfig, Recipe, RunOptions, default_workers
 from samestep.config.key_suggestions import did_you_mean
 from samestep.data.whole_batches import WholeBatches
@@ -205,7 +205,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         world=world,
         recipe=recipe,
         scheduler=LambdaLR(optimizer, factor),
-        parameters=divided_parameters(model) or CompleteModel(model),
+        parameters=divided_parameters(model) or SavedParameters(model),
         accuracies=[metric for metric in metrics if isinstance(metric, Accuracy)],
     )
     return Built(

@@ -56,8 +56,8 @@ class RecipeCheckpoints(LoopCheckpoints):
         options: RunOptions,
         logger: RunLogger,
     ) -> None:
-        rule = BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics)
-        super().__init__(folder, {"": built.driver}, {"": built.train}, {}, rule, self._log_saved)
+        super().__init__(folder, {"": built.driver}, {"": built.train}, {}, self._log_saved)
+        self._rule = BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics)
         self.recipe = recipe_data(recipe)
         self.skipped_steps = 0
         self.best_epoch = 0

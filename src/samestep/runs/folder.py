@@ -71,6 +71,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
             start = {"script": sys.argv[0], "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             write_atomically(folder / LOOP, json.dumps(start) + "\n")
         _require_equal(str(run), world)  # and no rank writes before the directory exists
+        # A directory that is moved or replaced is noticed at the next write.
         held = HeldFolder(folder) if world.is_main else None
         destinations = _destinations(folder, loggers) if world.is_main else []
         with RunLogger(destinations, held) as logger, RankMonitor(folder, world) as monitor:
@@ -290,6 +291,7 @@ class LoopEvents:
         if "lr" in group:
             settings["lr"] = float(group.get("initial_lr", group["lr"]))
         *earlier, start = _read_starts(folder) or [{}]
+        # A start that failed before its first step has no values: the last ones that there are.
         before = dict(ChainMap(*reversed(earlier)))
         for name, value in settings.items():
             if before.get(name, value) != value:

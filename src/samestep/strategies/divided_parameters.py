@@ -23,15 +23,9 @@ def is_divided(tensor: torch.Tensor) -> bool:
 
 
 class DividedParameters(SavedParameters):
-    """Parameters of a module, some of them DTensors, for checkpoints. Optimizers have the same.
+    """Parameters of a module, some of them DTensors, for checkpoints. Optimizers have the same."""
 
-    Args:
-        module: the module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.local = dict(module.named_parameters())
-        self.is_divided = True
+    is_divided = True
 
     def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
         for name, slot, value in super().full_values(values):
@@ -55,9 +49,10 @@ class SplitParameters(SavedParameters):
         split: its strategy.
     """
 
+    is_divided = True
+
     def __init__(self, module: nn.Module, split: Any) -> None:
-        self.local = dict(module.named_parameters())
-        self.is_divided = True
+        super().__init__(module)
         self._split = split
 
     def has(self, name: str) -> bool:

@@ -250,29 +250,18 @@ def test_memory_of_vanished_tensors_is_freed() -> None:
     assert sum(map(len, [*buffers._free.values(), *buffers._used.values()])) == 1
 
 
-class SlowFolder(CheckpointFolder):
-    """Folder whose writes wait for `gate`."""
-
-    gate = threading.Event()
-
-    def write(self, *arguments: Any, **named: Any) -> Path:
-        assert self.gate.wait(20)
-        return super().write(*arguments, **named)
-
-
-def test_checkpoints_of_an_accelerator_have_the_state_of_their_save(tmp_path: Path) -> None:
+def test_checkpoints_of_an_accelerator_have_the_state_of_their_save(folder: GatedFolder) -> None:
     with simulated_accelerator() as accelerator:
-        run, folder = trained(), SlowFolder(tmp_path)
+        run = trained()
         states = []
         with AsyncCheckpointWriter(folder, lambda saved: None) as writer:
             for number in (1, 2):
                 states.append({name: tensor.clone() for name, tensor in run.model.state_dict().items()})
                 accelerator.counts.clear()
-                folder.gate.clear()
-                writer.save(number, lambda buffers: snapshot(run, lambda: Progress(step=1), buffers))
-                step(run)  # before the copies are complete
-                counts = dict(accelerator.counts)
-                folder.gate.set()
+                with folder.slow():
+                    writer.save(number, lambda buffers: snapshot(run, lambda: Progress(step=1), buffers))
+                    step(run)  # before the copies are complete
+                    counts = dict(accelerator.counts)
                 writer.wait()
                 # 4 distinct tensors of the model, and 3 slots of each of 2 parameters
                 assert counts["copies to the host"] == 10

@@ -600,7 +600,6 @@ def test_loaders_of_torch_keep_their_order_and_generator(kind: str, size: int, w
         assert sum(sum(one["reads"]) for one in by_rank) == 2 * SAMPLES + (size - 1) * BATCH + (BATCH + 3) * size
 
 
-@pytest.mark.slow
 def test_an_index_that_comes_twice_is_drawn_twice() -> None:
     contents = [
         one["content"] for size, workers in ((2, 0), (3, 0)) for one in found(size, workers)["weighted drawing"]

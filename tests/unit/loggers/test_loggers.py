@@ -26,7 +26,6 @@ from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.events import StepTimer, TrainingEvents
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.recipes.run import fit
-from samestep.runs.folder import append_start
 from samestep.session import start
 
 STEP = {
@@ -299,15 +298,7 @@ def test_columns_of_epochs_are_aligned() -> None:
     assert "train accuracy   5.00%  val accuracy 100.00%" in first
 
 
-# --- environment.json, timer ---
-
-
-def test_environment_has_an_entry_for_each_start(tmp_path: Path) -> None:
-    for processes in (1, 3):
-        append_start(tmp_path, {"processes": processes})
-    entries = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
-    assert [entry["processes"] for entry in entries] == [1, 3]
-    assert all(entry["started"] and entry["samestep"] for entry in entries)
+# --- timer ---
 
 
 def test_timer_counts_the_wait_before_a_step_and_local_samples() -> None:

@@ -117,15 +117,17 @@ def plain(score: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
     return float(numpy.mean(values)) if values else 1.0
 
 
-def test_logits_between_zero_and_one_are_not_probabilities() -> None:
-    """Positive logits are foreground, also in a batch with all logits between 0 and 1."""
-    outputs, targets = torch.full((1, 1, 2, 2), 0.3), torch.ones(1, 1, 2, 2)
-    assert score_of("dice", 1, [[(outputs, targets)]]) == 1.0
-
-
-def test_score_without_foreground_is_one() -> None:
-    assert score_of("dice", 1, [[(torch.full((1, 1, 2), -1.0), torch.zeros(1, 1, 2))]]) == 1.0
-    assert score_of("iou", 1, [[(torch.full((1, 1, 2), 1.0), torch.zeros(1, 1, 2))]]) == 0.0
+@pytest.mark.parametrize(
+    ("score", "logit", "target", "expected"),
+    [
+        ("dice", 0.3, 1, 1.0),  # logits between 0 and 1 are no probabilities: positive ones are foreground
+        ("dice", -1.0, 0, 1.0),
+        ("iou", 1.0, 0, 0.0),
+    ],
+)
+def test_scores_of_one_class(score: Score, logit: float, target: float, expected: float) -> None:
+    batch = torch.full((1, 1, 2), logit), torch.full((1, 1, 2), target)
+    assert score_of(score, 1, [[batch]]) == expected
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 4), (2, 3, 4, 4), (2, 1, 4, 5)])
