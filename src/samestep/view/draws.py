@@ -11,9 +11,8 @@ which draws as its parts do: fused kernels have other numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.view.region import Region, UnknownDraw
+from samestep.distributed.rng import derive_seed
+from samestep.view.region import Region
 
 Shape = tuple[int, ...]
 Function = Callable[..., Any]
@@ -53,23 +53,16 @@ class Draws(TorchFunctionMode):
 Rule = Callable[[Draws, Function, Arguments, Options], Any]
 
 
+class UnknownDraw(Exception):
+    """A random draw that the trial has not seen; the call is computed whole."""
+
+
 # --- numbers of the own rows ----------------------------------------------------------------------
 
 
-def _follows_rows(operations: Draws) -> bool:
-    """Return whether the next draw has own rows in its first dimension."""
-    if operations.region is None:
-        return False
-    factors = operations.region.draw_factors[len(operations.draws) :]
-    return bool(factors) and factors[0] is not None
-
-
 @contextmanager
-def default_generator(generator: torch.Generator | None) -> Iterator[None]:
+def default_generator(generator: torch.Generator) -> Iterator[None]:
     """Let the default generator of a device begin where `generator` did; put it back afterwards."""
-    if generator is None:
-        yield
-        return
     default = torch.default_generator
     if is_accelerator(generator.device):
         default = accelerator_module().default_generators[generator.device.index]
@@ -82,11 +75,7 @@ def default_generator(generator: torch.Generator | None) -> Iterator[None]:
 
 
 def _draw(
-    operations: Draws,
-    shape: Shape,
-    compute: Callable[[Shape], Any],
-    device: torch.device,
-    received: bool = False,
+    operations: Draws, shape: Shape, compute: Callable[[Shape], Any], device: torch.device
 ) -> torch.Tensor:
     """Return the numbers of the own rows, which have `shape`.
 
@@ -95,81 +84,67 @@ def _draw(
         shape: shape of the numbers.
         compute: draws numbers of a shape, also for the whole batch or a microbatch.
         device: device of the numbers.
-        received: `compute` draws from a generator of the script, for the whole batch.
+
+    Raises:
+        UnknownDraw: the trial has seen no such draw, or its shape does not follow the own rows.
     """
     region = operations.region
     if region is None:  # the whole call of a trial
         return torch.as_tensor(compute(shape))
-
-    def make(asked: Shape, generator: torch.Generator | None) -> torch.Tensor:
-        with default_generator(generator):
-            return torch.as_tensor(compute(asked))
-
-    index = len(operations.draws)
+    index = _number_of_draw(region, len(operations.draws))
     operations.draws.append(shape)
-    if region.seed is not None and not received:
-        return region.draw(index, shape, make, device)
-    numbers = replace(region, seed=None).draw(index, shape, make, device)
-    return numbers.clone()  # does not keep the numbers of other rows alive
+    if index >= len(region.draw_factors):
+        raise UnknownDraw(f"draw {index + 1} of the call was not there in the trial")
+    factor = region.draw_factors[index]
+    if factor is not None and (not shape or shape[0] != factor * region.own):
+        raise UnknownDraw(
+            f"draw {index + 1} of the call has the shape {shape} for {region.own} rows"
+        )
+    if region.seed is None:
+        if factor is None:
+            return torch.as_tensor(compute(shape))
+        numbers = torch.as_tensor(compute((factor * region.rows, *shape[1:])))
+        # A copy does not keep the numbers of other rows alive.
+        return numbers[factor * region.start : factor * region.stop].clone()
+    if region.positions is not None:
+        # The stream advances, so that the next draw finds another state.
+        torch.rand(())
+    generator = torch.Generator(device)
+    if factor is None:
+        generator.manual_seed(derive_seed("model", region.seed, index))
+        with default_generator(generator):
+            return torch.as_tensor(compute(shape))
+    parts = []
+    for microbatch, start, stop in region.microbatches:
+        generator.manual_seed(derive_seed("model", region.seed, index, microbatch))
+        with default_generator(generator):
+            parts.append(torch.as_tensor(compute((factor * (stop - start), *shape[1:]))))
+    return torch.cat(parts)
 
 
-def like(tensor: torch.Tensor, shape: Shape, *, exactly: bool = False) -> torch.Tensor:
-    """Return the result of `empty_like` for the whole batch if `tensor` holds own rows of it.
+def _number_of_draw(region: Region, number: int) -> int:
+    """Return the number of the next draw in its call; a recomputation finds that of the forward."""
+    if region.positions is None:
+        return number
+    state = torch.get_rng_state().numpy().tobytes()
+    if region.is_recomputed:
+        if state not in region.positions:
+            raise UnknownDraw("a recomputation draws from another state than the forward")
+        number = region.positions[state]
+    region.positions[state] = number
+    return number
 
-    With `exactly` the strides are those of `tensor` even if it is not dense.
-    """
-    empty = torch.empty_like(tensor)
-    strides = tensor.stride()
-    if exactly and empty.stride() != strides:
-        if strides[0] < max(strides):
-            raise UnknownDraw("draw into a part whose rows are not in the first dimension")
-        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+def like(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the result of `empty_like` for other rows of the batch whose own rows are `tensor`."""
     if shape == tuple(tensor.shape):
-        return empty
+        return torch.empty_like(tensor)
+    strides = tensor.stride()
     if tensor.shape[0] == 1:
         # A dimension with the stride of the one row is outside of the rows in the whole batch.
         strides = (strides[0], *(stride * (1 + (stride >= strides[0])) for stride in strides[1:]))
     whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
     return torch.empty_like(whole, device=tensor.device)
-
-
-def _with_rows(
-    operations: Draws,
-    shape: Shape,
-    values: Sequence[Any],
-    compute: Callable[[list[Any]], Any],
-    fills: bool = False,
-) -> Callable[[Shape], Any]:
-    """Return a function of a shape that computes with `values`.
-
-    Tensors as long as the numbers of `shape` have rows. For the whole batch the own rows are put in
-    their place among ones, for a microbatch its rows are taken. With `fills` the function fills the
-    first of the values.
-    """
-    region = operations.region
-    position = 0
-    assert region is not None
-
-    def rows_of(value: Any, asked: Shape, filled: bool) -> Any:
-        is_beside = isinstance(value, torch.Tensor) and value.dim() == len(shape)
-        if not is_beside or value.shape[0] != shape[0]:
-            return value
-        if asked[0] <= shape[0]:
-            return value[position : position + asked[0]]
-        start = shape[0] * region.start // region.own
-        whole = like(value, (asked[0], *value.shape[1:]), exactly=filled).fill_(1)
-        whole[start : start + shape[0]] = value
-        return whole
-
-    def draw_shape(asked: Shape) -> Any:
-        nonlocal position
-        if asked == shape:
-            return compute(list(values))
-        chosen = [rows_of(value, asked, fills and not i) for i, value in enumerate(values)]
-        position += asked[0]
-        return compute(chosen)
-
-    return draw_shape
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -254,16 +229,28 @@ def _dropout(on: str, *, feature: bool = False, unbatched: int = 0, inplace: boo
     return rule
 
 
+def _require_plain(arguments: Iterable[Any], options: Options) -> None:
+    """Require a draw with plain numbers from the script's stream into new memory without a graph.
+
+    Raises:
+        UnknownDraw: it is another one; few scripts have these inside of a forward.
+    """
+    if any(isinstance(value, torch.Tensor) for value in (*arguments, *options.values())):
+        raise UnknownDraw("a draw with values of a tensor")
+    for name in ("generator", "requires_grad"):
+        if options.get(name):
+            raise UnknownDraw(f"a draw with the option {name}")
+
+
 def _factory(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
-    """Rule of functions that receive the size of the result, and whose tensors do not matter."""
+    """Rule of functions that receive the size of the result."""
     if operations.region is None:
         result = function(*arguments, **options)
         operations.draws.append(tuple(result.shape))
         return result
+    _require_plain(arguments, options)
     first = list(arguments)
     others = dict(options)
-    out = others.pop("out", None)
-    needs_gradient = others.pop("requires_grad", False)
     size = others.pop("size", None)
     if size is None and function in (torch.rand, torch.randn):
         size = first
@@ -272,54 +259,36 @@ def _factory(operations: Draws, function: Function, arguments: Arguments, option
             size = size[0]
     elif size is None:
         *first, size = first
-    if out is not None:
-        others.update(dtype=out.dtype, device=out.device)
 
     def numbers_of(asked: Shape) -> Any:
         return function(*first, size=asked, **others)
 
     shape = tuple(int(length) for length in size)
     device = torch.empty(0, device=others.get("device")).device
-    numbers = _draw(operations, shape, numbers_of, device, others.get("generator") is not None)
-    if out is not None:
-        return out.resize_(numbers.shape).copy_(numbers)
-    return numbers.requires_grad_(needs_gradient)
+    return _draw(operations, shape, numbers_of, device)
 
 
-def _sample(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
-    """Rule of functions of tensors: samples, `rand_like`, and methods that fill, as `uniform_`."""
-    named: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
-    out = named.pop("out", None)
-    needs_gradient = named.pop("requires_grad", False)
-    tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
-    if operations.region is None or not tensors:
-        # With a region it is normal(0.0, 1.0, size).
-        return _factory(operations, function, arguments, options)
-    shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
-    if function in _MULTINOMIAL:
-        if len(shape) < 2 and _follows_rows(operations):
-            raise UnknownDraw("sample of rows")
-        shape = (*shape[:-1], _argument(arguments, options, 1, "num_samples"))
+def _fill(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
+    """Rule of `rand_like` and of methods that fill a tensor, as `uniform_`."""
+    tensor, *others = arguments
+    if operations.region is None:
+        result = function(*arguments, **options)
+        operations.draws.append(tuple(result.shape))
+        return result
+    _require_plain(others, options)
+    is_filled = function in _FILLS
+    # The order of the numbers depends on strides, and those of the whole batch are not known.
+    if is_filled and torch.empty_like(tensor).stride() != tensor.stride():
+        raise UnknownDraw("a draw into a part of a tensor")
 
-    def numbers_of(values: list[Any]) -> Any:
-        chosen = dict(zip(named, values, strict=True))
-        positional = [chosen.pop(position) for position in range(len(arguments))]
-        return function(*positional, **{str(name): value for name, value in chosen.items()})
+    def numbers_of(asked: Shape) -> Any:
+        return function(like(tensor, asked), *others, **options)
 
-    fills = function in _FILLS
-    draw_rows = _with_rows(operations, shape, list(named.values()), numbers_of, fills)
-    received = any(isinstance(value, torch.Generator) for value in named.values())
     # The device with its index.
-    device = torch.empty(0, device=named.get("device") or tensors[0].device).device
-    numbers = _draw(operations, shape, draw_rows, device, received)
-    if fills:
-        out = tensors[0]
-    elif out is not None:
-        out.resize_(numbers.shape)
-    if out is not None:
-        return out.copy_(numbers)
-    if needs_gradient:
-        numbers.requires_grad_()
+    device = torch.empty(0, device=options.get("device") or tensor.device).device
+    numbers = _draw(operations, tuple(tensor.shape), numbers_of, device)
+    if is_filled:
+        return tensor.copy_(numbers)
     return numbers
 
 
@@ -342,10 +311,20 @@ def _attention(
     region = operations.region
     has_own_stream = region is not None and region.seed is not None
     if has_own_stream and is_accelerator(query.device):
-        # Fused kernels draw from the default generator.
-        values = [query, key, value, mask]
-        compute = _with_rows(operations, shape, values, lambda own: function(*own, p, **named))
-        return _draw(operations, shape, compute, query.device)
+        first = 0
+
+        def fused(asked: Shape) -> torch.Tensor:  # such kernels draw from the default generator
+            nonlocal first
+            rows = slice(first, first + asked[0])
+            first += asked[0]
+            values = [query, key, value, mask]
+            for place, one in enumerate(values):
+                if one is not None and one.dim() == len(shape) and one.shape[0] == shape[0]:
+                    values[place] = one[rows]
+            outputs: torch.Tensor = function(*values, p, **named)
+            return outputs
+
+        return _draw(operations, shape, fused, query.device)
     kind = query.dtype
     if kind in (torch.float16, torch.bfloat16):
         query = query.float()
@@ -365,16 +344,12 @@ def _attention(
     return (_drop(operations, weights, p) @ value).to(kind)
 
 
-_MULTINOMIAL = (torch.multinomial, torch.Tensor.multinomial)
 _DISTRIBUTIONS = (
     *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random"),
     "uniform",
 )
 _FILLS = tuple(getattr(torch.Tensor, f"{name}_") for name in _DISTRIBUTIONS)
-_SAMPLES = (
-    *(torch.rand_like, torch.randn_like, torch.randint_like),
-    *(torch.normal, torch.bernoulli, torch.Tensor.bernoulli),
-)
+_LIKES = (torch.rand_like, torch.randn_like, torch.randint_like)
 DRAW_RULES: dict[Function, Rule] = {
     functional.dropout: _dropout("training"),
     functional.dropout1d: _dropout("training", feature=True, unbatched=2),
@@ -384,8 +359,8 @@ DRAW_RULES: dict[Function, Rule] = {
     torch.dropout_: _dropout("train", inplace=True),
     torch.feature_dropout: _dropout("train", feature=True),
     torch.feature_dropout_: _dropout("train", feature=True, inplace=True),
-    **dict.fromkeys((torch.rand, torch.randn, torch.randint), _factory),
-    **dict.fromkeys((*_SAMPLES, *_MULTINOMIAL, *_FILLS), _sample),
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.normal), _factory),
+    **dict.fromkeys((*_LIKES, *_FILLS), _fill),
     functional.gumbel_softmax: _inside,
     functional.multi_head_attention_forward: _inside,
     functional.scaled_dot_product_attention: _attention,

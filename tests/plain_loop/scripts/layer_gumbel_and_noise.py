@@ -14,7 +14,7 @@ class Noisy(nn.Module):
     def forward(self, x):
         x = x + 0.1 * torch.randn_like(x) + 0.1 * torch.randn(6)
         code = F.gumbel_softmax(self.choose(x), tau=0.7, hard=True)
-        hidden = self.codes(code) * torch.bernoulli(torch.full((len(x), 8), 0.8))
+        hidden = self.codes(code) * torch.empty(len(x), 8).bernoulli_(0.8)
         hidden = hidden.masked_fill(torch.rand(len(x), 1) < 0.1, 0.0)
         hidden = hidden * hidden.new_empty(len(x), 1).bernoulli_(0.9).div_(0.9)
         return self.head(hidden + torch.empty_like(hidden).uniform_(-0.1, 0.1))

@@ -376,15 +376,6 @@ def test_recurrent_and_attention_layers_are_no_reason() -> None:
     assert call(nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True), words).reason is None
 
 
-def test_global_state_of_a_library_is_no_reason() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    bert = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=20, **sizes)).eval()
-    words = torch.randint(20, (ROWS, 5))
-    labels = torch.zeros(ROWS, dtype=torch.long)
-    assert call(bert, input_ids=words, labels=labels).reason is None
-
-
 def test_result_and_generators_are_those_of_the_plain_call() -> None:
     net = Harmless()
     torch.manual_seed(0)
@@ -648,6 +639,11 @@ def test_all_by_sums_is_no_reason() -> None:
     assert watched.reason is None
     other = call(Applies(lambda x, y: y if (x > -100).sum() == 3 else -y), data())
     assert other.reason == "turns values of rows into Python numbers (bool)"
+
+
+def test_arguments_by_name_are_no_reason() -> None:
+    module = Applies(lambda x, y: y * torch.mean(input=y) * torch.eq(y.detach().sum(), other=0.0))
+    assert call(module, data()).reason is None
 
 
 # ----- random draws, checkpoints, structure --------------------------------------------------------------------------
