@@ -1,6 +1,8 @@
-"""Division of batches into microbatches, their owners, and the refusal of too many ranks."""
+"""Division of batches into microbatches and slices, and the ranks that own them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from samestep.errors import InputError
 from samestep.units import plural
@@ -22,38 +24,81 @@ def owned_microbatches(microbatches: int, ranks: int, rank: int) -> range:
     return range(microbatches * rank // ranks, microbatches * (rank + 1) // ranks)
 
 
-def require_enough_microbatches(
-    microbatches: int, data_ranks: int, *, ranks_per_model: int = 1
-) -> None:
-    """Require a microbatch for each of `data_ranks` ranks, or groups of ranks with one model.
+def require_microbatches(microbatches: int | None, ranks: int, *, ranks_per_model: int = 1) -> None:
+    """Require a microbatch for each of the ranks, or groups of ranks with one model.
+
+    Args:
+        microbatches: their number; None: the script gives none.
+        ranks: number of ranks, or groups, that share the data.
+        ranks_per_model: ranks of a group.
 
     Raises:
         InputError: a rank would have no microbatch.
     """
-    if data_ranks > microbatches:
-        processes = microbatches * ranks_per_model
+    number = MOST_MICROBATCHES if microbatches is None else microbatches
+    if number < ranks:
         raise InputError(
-            f"{data_ranks} ranks share the data but there are {plural(microbatches, 'microbatch')}",
+            f"{ranks} ranks share the data but there are {plural(number, 'microbatch')}",
             expected="ranks that share the data <= microbatches: each computes at least one",
-            fix=f"--processes {processes}; or microbatches={data_ranks} or more",
-            code="E_TOO_MANY_RANKS",
-        )
-
-
-def require_microbatches(microbatches: int | None, size: int) -> None:
-    """Require a microbatch of each call for each rank; None: the script gives no number.
-
-    Raises:
-        InputError: there are more ranks.
-    """
-    number = microbatches
-    if number is None:
-        number = MOST_MICROBATCHES
-    if number < size:
-        raise InputError(
-            f"{size} ranks divide the calls of a module into {number} microbatches",
-            expected="at least one microbatch for each rank",
-            fix=f"{number} processes; or samestep.parallel(model, microbatches={size}) "
+            fix=f"--processes {number * ranks_per_model}; or microbatches={ranks} or more, "
             "on every number of processes",
             code="E_TOO_MANY_RANKS",
         )
+
+
+class Slices:
+    """Slices of a batch, each of which is computed alone; a rank owns consecutive ones.
+
+    Attributes:
+        bounds: first row and row after the last of each slice.
+        rows: rows of the batch.
+        fewest_rows: number of rows of the smallest slice.
+        own: numbers of the own slices.
+        own_bounds: first row and row after the last of each own slice.
+        microbatches: for each own slice its microbatches, which have random streams of their own:
+            number, first row, row after the last.
+        by_rank: first row and row after the last of each rank.
+
+    Args:
+        bounds: the slices, at least one for each rank.
+        ranks: number of ranks.
+        rank: this rank.
+        copies: whether tensors of slices have memory of their own, whose alignment decides on
+            kernels.
+    """
+
+    def __init__(
+        self, bounds: Sequence[tuple[int, int]], ranks: int, rank: int, *, copies: bool = False
+    ) -> None:
+        self.bounds = bounds
+        self.copies = copies
+        self.rows = bounds[-1][1]
+        self.fewest_rows = min(stop - start for start, stop in bounds)
+        self.own = owned_microbatches(len(bounds), ranks, rank)
+        self.own_bounds = bounds[self.own.start : self.own.stop]
+        self.microbatches = [[(number, *bounds[number])] for number in self.own]
+        self.by_rank = bounds
+        if ranks < len(bounds):
+            self.by_rank = _by_rank(bounds, ranks)
+
+
+def _by_rank(bounds: Sequence[tuple[int, int]], ranks: int) -> list[tuple[int, int]]:
+    spans = []
+    for rank in range(ranks):
+        owned = owned_microbatches(len(bounds), ranks, rank)
+        span = (0, 0)
+        if owned:
+            span = (bounds[owned[0]][0], bounds[owned[-1]][1])
+        spans.append(span)
+    return spans
+
+
+def rank_bounds(rows: int, microbatches: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the own rows of each rank, `[start, stop)`: those of its microbatches.
+
+    Args:
+        rows: rows of the batch.
+        microbatches: its slices.
+        ranks: number of ranks.
+    """
+    return _by_rank(microbatch_bounds(rows, microbatches), ranks)

@@ -1,18 +1,13 @@
 """Division of batches into microbatches, their owners, and the refusal of too many ranks."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
-from samestep.microbatches import (
-    microbatch_bounds,
-    owned_microbatches,
-    require_enough_microbatches,
-    require_microbatches,
-)
+from samestep.microbatches import microbatch_bounds, owned_microbatches, rank_bounds, require_microbatches
 
 sizes = st.integers(0, 5000)
 counts = st.integers(1, 200)
@@ -50,13 +45,6 @@ def test_known_slices() -> None:
     assert [list(owned_microbatches(8, 3, rank)) for rank in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
 
 
-@given(counts)
-def test_one_microbatch_per_rank_is_enough(microbatches: int) -> None:
-    require_enough_microbatches(microbatches, microbatches)
-    with pytest.raises(InputError):
-        require_enough_microbatches(microbatches, microbatches + 1)
-
-
 @pytest.mark.parametrize(("microbatches", "size"), [(None, 9), (4, 5), (1, 2)])
 def test_more_ranks_than_microbatches_are_refused(microbatches: int | None, size: int) -> None:
     with pytest.raises(InputError) as caught:
@@ -67,3 +55,27 @@ def test_more_ranks_than_microbatches_are_refused(microbatches: int | None, size
 @pytest.mark.parametrize(("microbatches", "size"), [(None, 8), (9, 9), (16, 5), (None, 1)])
 def test_a_microbatch_for_each_rank_is_enough(microbatches: int | None, size: int) -> None:
     require_microbatches(microbatches, size)
+
+
+def test_ranks_own_all_rows_in_order() -> None:
+    for rows, microbatches, size in product((8, 11, 12, 13, 64, 100), (8, 12), (1, 2, 3, 4, 7, 8)):
+        bounds = rank_bounds(rows, microbatches, size)
+        assert [start for start, _ in bounds] == [0, *[stop for _, stop in bounds[:-1]]]
+        assert bounds[-1][1] == rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "microbatches", "size", "own"),
+    [
+        (11, 8, 4, [2, 3, 3, 3]),
+        (11, 8, 3, [2, 4, 5]),
+        (9, 8, 2, [4, 5]),
+        (8, 8, 3, [2, 3, 3]),
+        (4, 8, 4, [1, 1, 1, 1]),
+        (3, 8, 3, [0, 1, 2]),
+        (5, 5, 5, [1, 1, 1, 1, 1]),
+        (12, 3, 3, [4, 4, 4]),
+    ],
+)
+def test_own_rows(rows: int, microbatches: int, size: int, own: list[int]) -> None:
+    assert [stop - start for start, stop in rank_bounds(rows, microbatches, size)] == own

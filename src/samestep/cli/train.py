@@ -54,7 +54,7 @@ from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, end_unguarded_import
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
-from samestep.microbatches import require_enough_microbatches
+from samestep.microbatches import require_microbatches
 from samestep.recipes.recipe_files import (
     load_recipe,
     recipe_data,
@@ -357,7 +357,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
         recipe = recipe.with_microbatches()
         require_paths(recipe)
         if self.per_device_batch_size is not None:
-            require_enough_microbatches(recipe.microbatch_count, int(self.size))
+            require_microbatches(recipe.microbatch_count, int(self.size))
         # Not earlier: another command could take the same time as its name meanwhile.
         folder = self.runs / (self.name or timed_name(self.runs, Path(self.recipe).stem))
         self._new_folder.create(folder)

@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from samestep.config.validation import Constrained
 from samestep.errors import InputError
-from samestep.microbatches import require_enough_microbatches
+from samestep.microbatches import require_microbatches
 from samestep.units import plural
 
 StrategyName = Literal["auto", "ddp", "fsdp", "hsdp", "device_map", "tp", "pp"]
@@ -215,7 +215,7 @@ def resolve_mesh(
     shape = MeshShape(_combined_name(name, resolved), **resolved)
     if microbatches is not None:
         ranks_per_model = shape.size // shape.data_size
-        require_enough_microbatches(microbatches, shape.data_size, ranks_per_model=ranks_per_model)
+        require_microbatches(microbatches, shape.data_size, ranks_per_model=ranks_per_model)
     _require_effect(strategy, shape)
     return shape
 

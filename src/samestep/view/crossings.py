@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from samestep.microbatches import Slices
 from samestep.reduce.fast import Reduction
 from samestep.view.ranks import Ranks, RowMessages
 from samestep.view.region import Joined, Parts, Sums
-from samestep.view.slices import Slices
 
 
 class RowBounds:
@@ -86,6 +86,7 @@ class _Crossing(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.back = back
         crossed = tuple(cross(*values))
+        # The absent gradient of a single result stays absent; of several, `back` needs all.
         ctx.set_materialize_grads(len(crossed) > 1)
         return crossed
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import generator_state
+from samestep.microbatches import Slices
 from samestep.view.crossings import CallExchange, RowBounds, cut, enter, replicated
 from samestep.view.division import Output
 from samestep.view.inner import InnerSlice
@@ -23,8 +24,7 @@ from samestep.view.lockstep import Part, ThreadModes, nodes_of, order_nodes, run
 from samestep.view.operations import RULES, Operation, Operations
 from samestep.view.ranks import Action
 from samestep.view.region import Region, inside
-from samestep.view.rows import Rows, is_large
-from samestep.view.slices import Slices
+from samestep.view.rows_tensor import Rows, is_large
 from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import Call, CallParameters, OwnResult, Strategy
 from samestep.view.view import View
@@ -39,9 +39,14 @@ class _Status(IntEnum):
     OK = auto()
     FAILED = auto()
     UNKNOWN = auto()  # operations that were not tried, or changes of state that were not watched
-    OTHER_SHAPES = auto()  # outputs of own slices differ
-    OTHER_NUMBERS = auto()
-    OTHER_BRANCHES = auto()  # operations of own slices differ
+
+
+_UNEQUAL = -1  # a fact that is not the same in all own slices
+
+
+def _only(facts: set[Any]) -> int:
+    """Return the fact of all own slices."""
+    return facts.pop() if len(facts) == 1 else _UNEQUAL
 
 
 def without_compiler(kind: Kind) -> AbstractContextManager[Any]:
@@ -107,7 +112,7 @@ class DividedCall:
             if is_exact or is_accelerator(view.device):
                 region.microbatches = microbatches
                 region.seed = seed
-            if division.form == "inner":
+            if kind.uses_checkpointing:
                 region.positions = {}
             self._regions.append(region)
 
@@ -165,7 +170,7 @@ class DividedCall:
         parameters = self._parameters
         if parameters is None:  # the module's own
             return self._run(region, forward, own)
-        recomputes = self._division.form == "inner"
+        recomputes = self._kind.uses_checkpointing
         if (parameters.needs_inner_graph or recomputes) and torch.is_grad_enabled():
             run = partial(self._run, region)
             inner = InnerSlice(run, forward, own, region, parameters, position)
@@ -250,40 +255,35 @@ class DividedCall:
             return _ENDED_EARLY
         self._view.require_same_action(words)
         columns = list(zip(*words, strict=True))[2:6]
-        statuses, operations, shapes, numbers = map(set, columns)
+        statuses, *facts = map(set, columns)
+        operations, shapes, numbers = (len(one) > 1 or _UNEQUAL in one for one in facts)
         difference = None
         if _Status.FAILED in statuses:
             difference = _ENDED_EARLY
-        elif _Status.OTHER_BRANCHES in statuses or len(operations) > 1:
+        elif operations:
             difference = "operations that differ between rows"
         elif _Status.UNKNOWN in statuses:
             difference = OTHER_OPERATIONS
-        elif _Status.OTHER_SHAPES in statuses or len(shapes) > 1:
+        elif shapes:
             difference = "outputs of other shapes in some rows"
-        elif _Status.OTHER_NUMBERS in statuses or len(numbers) > 1:
+        elif numbers:
             difference = "Python numbers that differ between rows"
         return difference
 
     def _facts(self, results: list[OwnResult] | None) -> list[int]:
         """Return the status of this rank and facts of all slices: operations, shapes, numbers."""
-        every = []
-        for region, result in zip(self._regions, results or (), strict=results is not None):
-            shapes = self._shapes(region, result)
-            numbers = numbers_hash(result.operations.numbers)
-            every.append((tuple(result.operations.functions), shapes, numbers))
-        if results is None or any(shapes is None for _, shapes, _ in every):
+        if results is None:
             return [_Status.FAILED, 0, 0, 0]
-        operations, shapes, numbers = every[0]
+        shapes = {self._shapes(*pair) for pair in zip(self._regions, results, strict=True)}
+        if None in shapes:
+            return [_Status.FAILED, 0, 0, 0]
+        operations = {tuple(result.operations.functions) for result in results}
+        numbers = {numbers_hash(result.operations.numbers) for result in results}
         status = _Status.OK
-        if any(other[0] != operations for other in every):
-            status = _Status.OTHER_BRANCHES
-        elif self._has_other_changes or not self._kind.divides(operations):
+        if self._has_other_changes or not all(map(self._kind.divides, operations)):
             status = _Status.UNKNOWN
-        elif any(other[1] != shapes for other in every):
-            status = _Status.OTHER_SHAPES
-        elif any(other[2] != numbers for other in every):
-            status = _Status.OTHER_NUMBERS
-        return [status, operations_hash(operations), shapes or 0, numbers]
+        hashes = {operations_hash(one) for one in operations}
+        return [status, *map(_only, (hashes, shapes, numbers))]
 
     def _shapes(self, region: Region, result: OwnResult) -> int | None:
         """Return a number below 2**62 for the facts that outputs of all slices share.

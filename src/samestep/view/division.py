@@ -35,7 +35,6 @@ class Division:
         draw_factors: for each random draw in order: numbers per row in its first dimension; None if
             shared.
         minimum_rows: smallest number of own rows for which whole and divided agree (1 or 2).
-        form: `flat` or `inner` graph (`view/divided.py`).
         sums: number of operations of the forward that need a sum over the slices, as of batch norm.
         operations_per_row: floating-point operations of the forward, per row.
         operations: functions that were tried, in order, after their switches.
@@ -45,7 +44,6 @@ class Division:
     outputs: tuple[Output, ...]
     draw_factors: tuple[int | None, ...] = ()
     minimum_rows: int = 1
-    form: Literal["flat", "inner"] = "flat"
     sums: int = 0
     operations_per_row: float = field(default=0.0, compare=False)
     operations: tuple[Any, ...] = field(default=(), compare=False, repr=False)

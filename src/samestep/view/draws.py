@@ -285,7 +285,8 @@ def _attention(
             for place, one in enumerate(values):
                 if one is not None and one.dim() == len(shape) and one.shape[0] == shape[0]:
                     values[place] = one[rows]
-            return function(*values, p, **named)
+            outputs: torch.Tensor = function(*values, p, **named)
+            return outputs
 
         return _draw(operations, shape, fused, query.device)
     kind = query.dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from samestep.view.kinds import Kind, has_compiled_parts, has_rows
 from samestep.view.leaves import flatten
 from samestep.view.operations import Operations
 from samestep.view.ranks import Action
-from samestep.view.rows import with_all_rows
+from samestep.view.rows_tensor import with_all_rows
 from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import Call, Strategy
 from samestep.view.trial import try_division
@@ -166,6 +166,7 @@ class FirstCalls:
         """Compute a call whole, as the script's own, and note its effects."""
         call.gather()
         kind.is_compiled = call.forward is not call.eager or has_compiled_parts(call.parts)
+        # All state: what the calls of this kind write is not known yet.
         before = Snapshot(call.parts, None, self.view.device)
         watched = None
         self._enter(Action.WATCH)
@@ -214,7 +215,7 @@ class FirstCalls:
         kind.is_watched = True
         kind.last = watched.operations
         kind.written |= before.changes()
-        kind.uses_checkpointing = watched.uses_checkpointing
+        kind.uses_checkpointing |= watched.uses_checkpointing
         kind.backward_code = watched.backward_code
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
         output_bytes = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor))
@@ -281,12 +282,9 @@ class FirstCalls:
             reason = "the trial differs between ranks"
         if division is None:
             return self._decide_whole(kind, reason)
-        if kind.uses_checkpointing:
-            division = replace(division, form="inner")
-            if self.is_exact and division.sums:  # a recomputation is one of a slice alone
-                return self._decide_whole(
-                    kind, "computes activations again, with sums over all rows"
-                )
+        if kind.uses_checkpointing and self.is_exact and division.sums:
+            # A recomputation is one of a slice alone.
+            return self._decide_whole(kind, "computes activations again, with sums over all rows")
         kind.division = division
 
     def _computed_again(self, kind: Kind, call: Call, reason: str) -> Any:

@@ -63,6 +63,7 @@ class Bucket:
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return a new flat tensor of gradients; an absent one is zero, and so is its flag."""
         flat = torch.empty(self._elements, dtype=self.dtype, device=self.device)
+        # The flags are summed with the gradients, and need no message of their own.
         flat[self._flags.start :].fill_(1)
         targets = []
         sources = []

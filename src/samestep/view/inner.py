@@ -138,22 +138,15 @@ class _InnerGraph(torch.autograd.Function):
                 "Trying to backward through the graph a second time. "
                 "Specify retain_graph=True if you need to backward through the graph a second time."
             )
-        pairs = _with_gradients(ctx.outputs, gradients)
-        roots = [output for output, _ in pairs]
-        seeds = [gradient for _, gradient in pairs]
+        roots = []
+        seeds = []
+        for output, gradient in zip(ctx.outputs, gradients, strict=True):
+            if gradient is not None and output.requires_grad:
+                roots.append(output)
+                seeds.append(gradient)
         # Private; torch 2.11 and 2.13.
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         collected = ctx.inner.backward(roots, seeds, ctx.leaves, keep_graph=keeps_graph)
         if not keeps_graph:
             ctx.outputs = None
         return (None, *collected)
-
-
-def _with_gradients(
-    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if gradient is not None and output.requires_grad
-    ]

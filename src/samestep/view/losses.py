@@ -60,6 +60,7 @@ def divisor(function: Callable[..., Any], named: Mapping[str, Any]) -> torch.Ten
         counted = target != (-100 if ignored is None else ignored)
         if weight is None:
             return torch.sum(counted)
+        # An ignored target, as -100, is no index.
         weight = weight.detach()[target.where(counted, 0)].where(counted, 0)
     elif weight is None or function not in WEIGHTED_LOSSES:
         return None

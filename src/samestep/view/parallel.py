@@ -15,15 +15,16 @@ from torch.utils._pytree import tree_flatten
 from samestep.distributed.devices import is_accelerator, use_deterministic_kernels
 from samestep.microbatches import (
     MOST_MICROBATCHES,
+    Slices,
     microbatch_bounds,
     owned_microbatches,
+    rank_bounds,
     require_microbatches,
 )
 from samestep.view.divided import DividedCall
 from samestep.view.division import Division
 from samestep.view.first_calls import CallOptions, FirstCalls, Next
 from samestep.view.kinds import Kind, KindsOfModule, submodules
-from samestep.view.slices import Slices, rank_bounds
 from samestep.view.strategy import Call, Strategy
 from samestep.view.view import View
 from samestep.view.worth_dividing import is_worth_dividing
@@ -77,9 +78,11 @@ class ParallelModule(FirstCalls):
                 self._count_whole(reason)
             return self._whole(forward, arguments, options)
         leaves, spec = tree_flatten((arguments, options))
+        # The first tensor decides; a trial finds the leaves that have the same rows.
         tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
         rows = next((leaf.shape[0] for leaf in tensors), 0)
         self.summary.rows = rows
+        # Most batches of a loop have one size.
         if self._slices is None or self._slices.rows != rows:
             self._slices = self._slices_of(rows)
         if self._slices is None:
@@ -124,6 +127,8 @@ class ParallelModule(FirstCalls):
             return f"{state}, and adds values of all rows"
         if self.strategy.has_stages and call.has_differentiated_arguments():
             return "its arguments need gradients, which only the first stage has"
+        # A whole call of a split module would gather its parameters, which takes longer than any
+        # message of a divided one.
         if self.options.strict or self.view.divides_small_calls or self.strategy.splits_module:
             return None
         output_bytes = int(kind.output_bytes_per_row * call.rows)

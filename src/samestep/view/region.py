@@ -128,6 +128,7 @@ class Region:
             numbers = make((factor * self.rows, *shape[1:]), None)
             return numbers[factor * self.start : factor * self.stop]
         if self.positions is not None:
+            # The stream advances, so that the next draw finds another state.
             torch.rand(())
         generator = torch.Generator(device)
         if factor is None:

@@ -55,6 +55,7 @@ class _Saved:
 
     def restore(self) -> None:
         """Put the value back."""
+        # The copy would count as a write, which a graph of the script may notice.
         if self._by_version and not self.has_changed():
             return
         self.tensor.detach().copy_(self._value)

@@ -29,14 +29,14 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from samestep.distributed.world import World
+from samestep.microbatches import Slices
 from samestep.reduce.exact import ExactReduction
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import CallExchange, RowBounds, cut, enter
 from samestep.view.leaves import flatten
 from samestep.view.operations import Operation, Operations
 from samestep.view.ranks import Ranks
-from samestep.view.rows import Rows, gathered, is_rows, own_rows, with_all_rows
-from samestep.view.slices import Slices
+from samestep.view.rows_tensor import Rows, gathered, own_rows, with_all_rows
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Call:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require gradients, each once."""
+        # Not `module.parameters()`, a recursion of generators: this runs in every call.
         collected: dict[nn.Parameter, None] = {}
         for part in self.parts:
             for parameter in part._parameters.values():
@@ -87,7 +88,7 @@ class Call:
 
     def gather(self) -> None:
         """Gather arguments of which other rows are elsewhere."""
-        if any(is_rows(leaf) for leaf in self.leaves):
+        if any(isinstance(leaf, Rows) for leaf in self.leaves):
             self.arguments, self.options = with_all_rows((self.arguments, self.options))
             self.leaves = tree_leaves((self.arguments, self.options))
 

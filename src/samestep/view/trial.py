@@ -177,6 +177,7 @@ def _compare(
     rows = sum(parts)
     setting.select(rows, change)
     whole = Run(setting, 0, rows)
+    # A second number of rows: dimensions, draws and numbers either follow the rows or do not.
     fewer = Run(setting, 0, min(2, rows - 1))
     work = WorkCounter()
     with _refusing("fails in the trial", setting.dtype, _Failed):

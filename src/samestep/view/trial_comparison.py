@@ -185,6 +185,7 @@ class Verdict:
 
     def _compare_gradients(self, outputs: Sequence[Output]) -> None:
         """Compare gradients of random cotangents of the outputs."""
+        # Not ones: the gradient of a sum over a softmax, or of normalized values, is zero.
         cotangents: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(len(outputs))
         for number, leaf in enumerate(self._whole.outputs):

@@ -105,6 +105,7 @@ class Setting:
         """Take some rows of the batch, in another order, as the arguments of the next runs."""
         self.rows = rows
         order = torch.randperm(self._batch, generator=_choices())
+        # A batch with fewer rows than the trial computes is repeated.
         index = order[torch.arange(rows) % self._batch]
         self._inputs = []
         for leaf, cut in zip(self._leaves, self.has_rows, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -32,16 +33,16 @@ from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed
 from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
-from samestep.microbatches import MOST_MICROBATCHES
+from samestep.microbatches import MOST_MICROBATCHES, Slices, rank_bounds
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import RowBounds
 from samestep.view.kinds import Kind
-from samestep.view.lockstep import SliceThreads
+from samestep.view.lockstep import slice_threads
 from samestep.view.rank_comparison import ONE_DECISION, InStep
 from samestep.view.ranks import Action, Ranks, RowMessages
 from samestep.view.region import current_region
-from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, rows_of, torch_gathers
-from samestep.view.slices import Slices, rank_bounds
+from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
+from samestep.view.rows_tensor import rows_of
 from samestep.view.strategy import Strategy
 
 _WORD = 8  # integers; the last one is a request to stop
@@ -166,8 +167,8 @@ class View:
         self._backward = -1  # task of autograd that has sent a word
         self._row_messages: dict[int, RowMessages] = {}
         self._cleanup = ExitStack()
-        self.slice_threads = SliceThreads()
-        self._cleanup.callback(self.slice_threads.end)
+        self.slice_threads = slice_threads(sys.maxsize)
+        self._cleanup.callback(self.slice_threads.shutdown)
         if world.size > 1:
             self._cleanup.enter_context(torch_gathers())
         refuse = partial(refuse_inside, self.parallel_modules)
@@ -292,6 +293,7 @@ class View:
             self.before_word()
         self._words += 1
         own = [self.in_step.digest(), action, self._words, *fields]
+        # Ranks at different actions must still send messages of one size.
         own += [0] * (_WORD - 1 - len(own))
         words = self.ranks.words([*own, int(self._stop())])
         self.is_stopping |= any(word[-1] for word in words)

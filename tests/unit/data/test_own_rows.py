@@ -35,7 +35,7 @@ from samestep.data.batch_plan import content_of, equal
 from samestep.data.own_rows import OwnRows, own_iterator
 from samestep.distributed.rng import seed_generators
 from samestep.launcher.process_state import process_state
-from samestep.view.rows import gathered
+from samestep.view.rows_tensor import gathered
 
 # Several ranks, with workers, which can take minutes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

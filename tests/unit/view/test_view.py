@@ -16,7 +16,7 @@ from samestep.distributed.devices import kernel_settings
 from samestep.errors import RankDesyncError
 from samestep.view.ranks import Action, Ranks
 from samestep.view.region import Region, inside
-from samestep.view.rows import is_rows
+from samestep.view.rows_tensor import Rows
 from samestep.view.view import EqualKernels, ModuleSummary, View
 
 CODES = {
@@ -182,7 +182,7 @@ def _train(model: nn.Module, batches: Iterable[Any], gathers: _Gathers) -> dict[
             right = ((scores.argmax(1) == y) & known[:, 0]).sum().item()
             found["losses"] += [loss.item(), right]
             found["gathers"].append(gathers.count - before)
-            found["rows"].append([is_rows(x), is_rows(y)])
+            found["rows"].append([isinstance(x, Rows), isinstance(y, Rows)])
     return found
 
 
