@@ -17,7 +17,6 @@ from samestep.view.rank_comparison import ONE_DECISION
 from samestep.view.region import current_region
 
 _FEW_BYTES = 2**16  # sent to every other rank at once
-_MOST_NUMBERS = 2  # of a sum that fit into a word
 
 
 class Action(IntEnum):
@@ -36,7 +35,6 @@ class Action(IntEnum):
     BATCH = auto()
     AGREE = auto()
     ROWS = auto()
-    ROWS_RAISED = auto()
     END = auto()
 
     @property
@@ -59,7 +57,6 @@ _PLACES = {
     Action.BATCH: "a batch of a loader",
     Action.AGREE: "a decision of all ranks",
     Action.ROWS: "an operation that needs all rows of a batch or an output",
-    Action.ROWS_RAISED: "an exception of an operation on its rows of a batch or an output",
     Action.END: "the end of the script",
 }
 
@@ -153,7 +150,7 @@ def _in_memory(values: torch.Tensor) -> torch.Tensor:
 
 
 class RaisedElsewhere(Exception):
-    """An operation on own rows has raised on another rank; all ranks compute it whole."""
+    """An operation on own rows has raised on another rank; all ranks compute it on all rows."""
 
 
 class RowMessages:
@@ -183,70 +180,49 @@ class RowMessages:
         self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int
     ) -> torch.Tensor:
         """Return the rows of all ranks in order, as a new tensor."""
+        # Without rows, since ranks may have different numbers of them.
         self._word("gather", own[0][:0])
         return self._ranks.gather_rows(own, bounds, factor)
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of a part of each rank, as a new tensor. A few numbers travel in words."""
+        """Return the sum of a part of each rank, as a new tensor."""
         (part,) = parts
-        is_few = (
-            part.numel() <= _MOST_NUMBERS and part.device.type == "cpu" and not part.is_complex()
-        )
-        if not is_few or self._ranks is not self._view.ranks:
-            self._word("sum", part)
-            return self._ranks.sum(part)
-        dtype = torch.float64 if part.is_floating_point() else torch.int64
-        wide = part.detach().reshape(-1).to(dtype)
-        words = self._word("numbers", part, wide.view(torch.int64).tolist())
-        every = torch.tensor([word[4 : 4 + len(wide)] for word in words]).view(wide.dtype)
-        # No view: the script may write into the result, as `loss += ...` does.
-        return every.view(len(words), *part.shape).sum(0).to(part.dtype)
+        self._word("sum", part)
+        return self._ranks.sum(part)
 
-    def require_raised_on_all(self) -> None:
-        """Report an exception of an operation on the own rows.
-
-        Raises:
-            RankDesyncError: another rank does something else than this operation.
-        """
-        self._word("", None)
-
-    def _word(
-        self, kind: str, part: torch.Tensor | None, numbers: Sequence[int] = ()
-    ) -> list[list[int]]:
-        """Return the words of all ranks.
+    def _word(self, kind: str, part: torch.Tensor) -> None:
+        """Require that all ranks are at the same message.
 
         Args:
             kind: kind of message.
-            part: tensor whose shape and dtype are equal on all ranks; None: an operation has raised
-                an exception.
-            numbers: of this rank.
+            part: tensor whose shape and dtype are equal on all ranks.
+
+        Raises:
+            RaisedElsewhere: another rank gathers for the operation that sums here.
+            RankDesyncError: the ranks do something else.
         """
         self._require_here()
-        action = Action.ROWS_RAISED
-        facts = 0
-        if part is not None:
-            action = Action.ROWS
-            facts = zlib.crc32(f"{kind} {tuple(part.shape)} {part.dtype}".encode())
+        facts = zlib.crc32(f"{kind} {tuple(part.shape)} {part.dtype}".encode())
         operation = zlib.crc32(self.operation.encode())
-        words: list[list[int]] = self._view.word(action, operation, facts, *numbers)
-        actions = {word[0] for word in words}
-        is_same_operation = len({tuple(word[1:3]) for word in words}) == 1
-        has_raised = Action.ROWS_RAISED in actions and is_same_operation
-        if has_raised and actions <= {Action.ROWS, Action.ROWS_RAISED}:
-            if action == Action.ROWS:
-                raise RaisedElsewhere
-            return words
-        self._view.require_same_action(words)
-        for rank, word in enumerate(words):
-            if word[2:4] != words[0][2:4]:
+        for is_last in (False, True):
+            words: list[list[int]] = self._view.word(Action.ROWS, operation, facts)
+            self._view.require_same_action(words)
+            other = next((rank for rank, word in enumerate(words) if word[2:] != words[0][2:]), 0)
+            if not other:
+                return
+            # Private; autograd does not compute an operation again.
+            is_backward = torch._C._current_graph_task_id() != -1
+            if is_last or is_backward or any(word[2] != operation for word in words):
                 raise RankDesyncError(
-                    f"ranks 0 and {rank} gather or sum different rows of a batch; "
+                    f"ranks 0 and {other} gather or sum different rows of a batch; "
                     f"this rank is at {self.operation!r}",
                     expected="the same operations on batches and outputs of models on every rank",
                     fix=ONE_DECISION,
                     code="E_RANK_DESYNC",
                 )
-        return words
+            if kind == "sum":
+                raise RaisedElsewhere
+            # The ranks with a sum gather too, with their next word.
 
     def _require_here(self) -> None:
         """Require a place in the program where all ranks send messages in one order.

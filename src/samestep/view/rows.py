@@ -40,28 +40,10 @@ from samestep.view.rows_tensor import (
     graph_of,
     in_function,
     is_apart,
-    is_large,
-    is_rows,
     memory_of,
     on_all_rows,
-    own_rows,
-    rows_of,
     set_operation,
-    with_all_rows,
 )
-
-__all__ = [
-    "BATCH_LIMIT",
-    "OUTPUT_LIMIT",
-    "Rows",
-    "gathered",
-    "is_large",
-    "is_rows",
-    "own_rows",
-    "rows_of",
-    "torch_gathers",
-    "with_all_rows",
-]
 
 BATCH_LIMIT = 2**16  # bytes of a tensor of a batch that is Rows
 OUTPUT_LIMIT = 2**20  # bytes of an output that is Rows
@@ -91,6 +73,7 @@ def _sum_or_mean(function: Function, arguments: Arguments, options: Options) -> 
     part = of_own(function, rows, arguments, options)
     if is_inner(values_at(arguments, options, 1, 2, "dim", "axis"), rows._rows_own.dim()):
         return as_rows(part, rows)
+    # Ranks may have different numbers of rows, so the mean of each counts by its share.
     if function in (torch.mean, Tensor.mean):
         part = part * _share(rows)
     return _total(function, part, rows)
@@ -144,30 +127,33 @@ def _of_graph(function: Function, arguments: Arguments, options: Options) -> Any
 
 
 def _gradient(function: Function, arguments: Arguments, options: Options) -> Any:
-    """Return `grad` as Rows, the same ones while it is the same tensor."""
+    """Return `grad`: that of a leaf, or the gradient that `retain_grad` keeps of own rows."""
     rows = arguments[0]
-    gradient = function(rows._rows_own)
-    if gradient is None:
-        return None
-    kept = rows._rows_gradient
-    if kept is None or kept[0] is not gradient:
-        rows._rows_gradient = kept = (gradient, Rows(gradient, rows._rows_bounds))
-        memory_of(kept[1]).is_gradient = True
-    return kept[1]
+    gradient = function(graph_of(rows))
+    if gradient is not None and _has_own_graph(rows):
+        gradient = gathered(Rows(gradient, rows._rows_bounds))
+    return gradient
 
 
 def _set_gradient(function: Function, arguments: Arguments, options: Options) -> Any:
     rows, gradient = arguments
     if type(rows) is not Rows:
         return NotImplemented
-    function(rows._rows_own, own_part(gradient, rows))
+    if _has_own_graph(rows):
+        return function(rows._rows_own, own_part(gradient, rows))
+    return function(graph_of(rows), gathered(gradient))
 
 
 def _change_graph(function: Function, arguments: Arguments, options: Options) -> Any:
-    """`requires_grad_`, `requires_grad = ...`, `retain_grad` and `detach_`."""
+    """`requires_grad_`, `requires_grad = ...` and `retain_grad`.
+
+    A leaf is gathered: its gradient is a tensor that the script may write, and autograd adds to it.
+    """
     rows = arguments[0]
-    memory_of(rows).separate(rows)
-    result = function(rows._rows_own, *arguments[1:], **options)
+    is_needed = all(values_at(arguments, options, 1, 2, "requires_grad"))
+    if is_needed and function not in _RETAIN and not graph_of(rows).requires_grad:
+        memory_of(rows).make_leaf(rows)
+    result = function(graph_of(rows), *arguments[1:], **options)
     if isinstance(result, Tensor):
         return rows
     return result
@@ -187,12 +173,6 @@ def _register_hook(function: Function, arguments: Arguments, options: Options) -
     return function(rows._rows_own, with_rows)
 
 
-def _listed(value: Any) -> list[Any]:
-    if value is None or isinstance(value, Tensor):
-        return [value]
-    return list(value)
-
-
 def _grad(function: Function, arguments: Arguments, options: Options) -> Any:
     names = (
         *("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
@@ -201,18 +181,11 @@ def _grad(function: Function, arguments: Arguments, options: Options) -> Any:
     values = {**dict(zip(names, arguments, strict=False)), **options}
     if values.get("is_grads_batched"):
         return NotImplemented
-    outputs = _listed(values.pop("outputs"))
-    inputs = _listed(values.pop("inputs"))
-    seeds = _listed(values.pop("grad_outputs", None))
-    if len(seeds) != len(outputs):
-        seeds = [None] * len(outputs)
-    for number, output in enumerate(outputs):
-        if _has_own_graph(output):
-            seeds[number] = own_part(seeds[number], output)
-        else:
-            seeds[number] = tree_map_only(Rows, gathered, seeds[number])
-    own = tree_map_only(Rows, graph_of, [outputs, inputs])
-    gradients = list(function(*own, seeds, **values))
+    inputs = values.pop("inputs")
+    if isinstance(inputs, Tensor):
+        inputs = [inputs]
+    others = tree_map_only(Rows, gathered, values)
+    gradients = list(function(inputs=tree_map_only(Rows, graph_of, list(inputs)), **others))
     for number, one in enumerate(inputs):
         if gradients[number] is not None and _has_own_graph(one):
             gradients[number] = Rows(gradients[number], one._rows_bounds)
@@ -263,6 +236,7 @@ _METADATA = """
 _ATTRIBUTES = """
     shape dtype device ndim layout is_cuda is_sparse is_quantized is_meta itemsize nbytes is_mps
     is_mkldnn"""
+_RETAIN = (Tensor.retain_grad,)
 _OTHER_MEMORY = "resize_ resize_as_ set_ as_strided_ t_ transpose_ unsqueeze_ squeeze_ swapaxes_"
 _LOSSES = """
     cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss
@@ -288,7 +262,7 @@ RULES.update(
         **_of_attributes("grad", _set_gradient, "__set__"),
         **_of_attributes("data", _refuse, "__set__"),
         **_of_attributes("requires_grad", _change_graph, "__set__"),
-        **named("requires_grad_ retain_grad detach_", _change_graph),
+        **named("requires_grad_ retain_grad", _change_graph),
         **named("register_hook", _register_hook),
         torch.autograd.grad: _grad,
         Tensor.__repr__: _represent,

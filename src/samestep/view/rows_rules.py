@@ -119,7 +119,9 @@ def _by_rows(guard: Guard | None = None, *, is_strict: bool = False, is_view: bo
 
     def rule(function: Function, arguments: Arguments, options: Options) -> Any:
         lead = leading((*arguments, *options.values()), is_strict=is_strict)
-        if lead is None or "out" in options or options.get("inplace"):
+        if lead is None or "out" in options:
+            return NotImplemented
+        if options.get("inplace") or options.get("requires_grad"):  # the second one makes a leaf
             return NotImplemented
         if guard is not None and not (
             arguments and arguments[0] is lead and guard(lead, arguments, options)

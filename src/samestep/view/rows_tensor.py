@@ -29,7 +29,6 @@ from samestep.view.region import current_region
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
 METADATA: dict[Any, Rule] = {}  # rules of functions that may be called anywhere
-_LEAF = "leaf Variable that requires grad"  # in-place errors of torch, which all ranks raise
 # Whether this is inside of the forward of an `autograd.Function`, whose results get their graph
 # below Rows.
 in_function: ContextVar[bool] = ContextVar("in_function", default=False)
@@ -49,13 +48,13 @@ class Rows(torch.Tensor):
     _rows_own: torch.Tensor
     _rows_bounds: RowBounds
     _rows_memory: Memory | None
-    _rows_gradient: tuple[torch.Tensor, Rows] | None
 
     @staticmethod
     def __new__(
         cls: type[Rows], own: torch.Tensor, bounds: RowBounds, memory: Memory | None = None
     ) -> Rows:
         """Make a tensor whose memory is that of the own rows."""
+        # A wrapper has the whole shape, and no memory for the rows of other ranks.
         shape = (bounds.rows, *own.shape[1:])
         rows: Rows = _new(
             cls, shape, own.stride(), None, None, own.dtype, torch.strided, own.device
@@ -63,7 +62,6 @@ class Rows(torch.Tensor):
         rows._rows_own = own
         rows._rows_bounds = bounds
         rows._rows_memory = memory
-        rows._rows_gradient = None
         return rows
 
     @classmethod
@@ -91,12 +89,14 @@ class Rows(torch.Tensor):
                 raise
             except RaisedElsewhere:
                 result = NotImplemented
-            except Exception as error:  # boundary: the script's own one comes from all rows, below
+            except Exception as error:  # boundary: that of the script comes from all rows
                 # A checkpoint ends its recomputation with an exception.
-                in_backward = torch._C._current_graph_task_id() != -1  # private
-                if in_backward or _LEAF in str(error):
+                if torch._C._current_graph_task_id() != -1:  # private
                     raise
-                _require_raised_on_all(function, arguments, options, error)
+                try:
+                    return on_all_rows(function, arguments, options)
+                except RankDesyncError as desync:  # other ranks have gone on
+                    raise error from desync
         if result is NotImplemented:
             return on_all_rows(function, arguments, options)
         return result
@@ -144,7 +144,6 @@ class Memory:
 
     Attributes:
         whole: all rows after a gather.
-        is_gradient: whether autograd adds to the own rows.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -156,9 +155,7 @@ class Memory:
         if own.shape[0] > 1 and own.stride(0) < span:
             rows._rows_own = own = own.contiguous()
         self.whole: torch.Tensor | None = None
-        self.is_gradient = False
         self._own = own
-        self._version = 0  # of a gradient that was gathered
         self._bounds = rows._rows_bounds
         self._offset = own.storage_offset()
         self._stride = max(own.stride(0), span)
@@ -199,9 +196,11 @@ class Memory:
             return rows._rows_own
         return self.all_rows(rows)
 
-    def separate(self, rows: Rows) -> None:
-        """Let all rows of a tensor follow a change of the graph of its own rows."""
-        self._joined = [entry for entry in self._joined if entry[0]() is not rows]
+    def make_leaf(self, rows: Rows) -> None:
+        """Gather a tensor without a graph, and let all its rows require gradients."""
+        leaf = self.all_rows(rows).detach().requires_grad_()  # other views have no graph
+        others = [entry for entry in self._joined if entry[0]() is not rows]
+        self._joined = [*others, (weakref.ref(rows), leaf, None)]
 
     def _gather(self) -> None:
         if self.whole is None:
@@ -210,12 +209,6 @@ class Memory:
             if every.stride() != strides:
                 every = every.new_empty_strided(every.shape, strides).copy_(every)
             self.whole = every
-            if self.is_gradient and not self._own.requires_grad:
-                self._own.data = every[self._bounds.start : self._bounds.stop]
-                self._version = self._own._version
-        elif self.is_gradient and self._version != self._own._version:
-            self.whole.copy_(self._bounds.gather([self._own.detach()]))
-            self._version = self._own._version
 
     def _view(self, rows: Rows) -> torch.Tensor:
         """Return the memory of all rows in the form of a tensor that is a view of it."""
@@ -256,11 +249,6 @@ def graph_of(rows: Rows) -> torch.Tensor:
     return memory_of(rows).graph_of(rows)
 
 
-def is_rows(value: Any) -> bool:
-    """Whether a value is a tensor of which other rows are elsewhere."""
-    return type(value) is Rows
-
-
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return all rows as a plain tensor; a plain tensor is returned as it is."""
     if type(tensor) is Rows:
@@ -289,27 +277,17 @@ def on_all_rows(
     function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Compute a function on all rows; it may write into them."""
-    wholes: list[tuple[Rows, torch.Tensor, Any]] = []
+    wholes: list[tuple[Rows, torch.Tensor]] = []
 
     def whole_of(rows: Rows) -> torch.Tensor:
         set_operation(rows, function)
         whole = gathered(rows)
-        wholes.append((rows, whole, whole.grad_fn))
+        wholes.append((rows, whole))
         return whole
 
     arguments = tree_map_only(Rows, whole_of, arguments)
     result = function(*arguments, **tree_map_only(Rows, whole_of, options))
-    for rows, whole, node in wholes:
-        own = rows._rows_own
-        base = own._base
-        if base is None:
-            base = own
-        if whole.grad_fn is not node and base.is_leaf and base.requires_grad:
-            leaf = whole.detach().clone().requires_grad_()
-            if base is not own:
-                leaf = leaf.view_as(leaf)
-            exchanged = [leaf if one is whole else one for one in arguments]
-            function(*exchanged, **options)  # raises torch's own error for a write into a leaf
+    for rows, whole in wholes:
         if result is whole:  # in place
             return rows
     return result
@@ -322,24 +300,6 @@ def set_operation(rows: Rows, function: Any) -> None:
         messages.operation = getattr(function, "__name__", "")
 
 
-def _require_raised_on_all(
-    function: Any, arguments: Sequence[Any], options: Mapping[str, Any], error: Exception
-) -> None:
-    """Require that all ranks compute a function on all rows after an exception on the own ones.
-
-    Raises:
-        Exception: `error`, if other ranks have gone on.
-    """
-    rows = next(leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Rows))
-    messages = rows._rows_bounds.ranks
-    if isinstance(messages, RowMessages):
-        set_operation(rows, function)
-        try:
-            messages.require_raised_on_all()
-        except RankDesyncError as desync:
-            raise error from desync
-
-
 def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
     """Whether own rows can stay where they are: a plain tensor of at least `limit` bytes in all."""
     if (
@@ -348,6 +308,7 @@ def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
         or len(bounds.slices.by_rank) == 1
     ):
         return False
+    # Under `exact`, and with several own slices, the own rows are several tensors.
     if bounds.slices.copies or len(bounds.slices.own) > 1 or in_function.get():
         return False
     return own.nbytes // max(1, own.shape[0]) * bounds.rows >= limit

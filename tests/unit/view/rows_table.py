@@ -181,6 +181,29 @@ def pushed(x: Tensor, y: Tensor) -> list[Tensor]:
     return [*found, x.grad * 1]
 
 
+def made_leaves(x: Tensor) -> list[Any]:
+    """Return gradients of leaves: of a tensor, of a view of it, and of one that was a leaf before."""
+    x = x.detach()
+    view = x[:, 1:]
+    view.requires_grad = True
+    found = [x.requires_grad, view.is_leaf, torch.zeros_like(x, requires_grad=True).is_leaf]
+    (view * view * x[:, 1:]).sum().backward()
+    x.requires_grad_().requires_grad_(False).requires_grad_()
+    (x * x).sum().backward()
+    return [*found, view.grad * 1, x.grad * 1]
+
+
+def retained(x: Tensor) -> Tensor:
+    y = x * 2
+    if not y.requires_grad:
+        return y
+    y.retain_grad()
+    y.square().sum().backward(retain_graph=True)
+    kept = y.grad * 1
+    y.grad = None
+    return kept
+
+
 def metadata_after_a_gather(x: Tensor) -> list[bool]:
     with torch.no_grad():
         x[1].sum()
@@ -267,6 +290,8 @@ ELEMENTWISE: dict[str, Compute] = {
     "second derivatives": lambda w, x, y: second(x) if w.has_gradients else x,
     "attack": lambda w, x, y: attacked(x, y),
     "backward from rows": lambda w, x, y: pushed(x, y),
+    "leaves": lambda w, x, y: made_leaves(x),
+    "retained gradient": lambda w, x, y: retained(x),
     "gradients of a gathered gradient": lambda w, x, y: accumulated(x),
     "module": lambda w, x, y: nn.Sequential(nn.ReLU(), nn.Softmax(1), nn.Identity())(x),
     "metadata": lambda w, x, y: [len(x), x.size(0), *x.shape, x.numel(), x.dim(), x.ndim, x.nelement(), x.nbytes],

@@ -19,9 +19,9 @@ import samestep
 from helpers.forked_ranks import RankServer, refusal
 from samestep.errors import SamestepError
 from samestep.global_view import joined_view
+from samestep.microbatches import Slices, rank_bounds
 from samestep.view.crossings import RowBounds
-from samestep.view.rows import Rows, gathered, is_rows
-from samestep.view.slices import Slices, rank_bounds
+from samestep.view.rows_tensor import Rows, gathered
 from samestep.view.view import View
 from unit.view.rows_table import CASES, FORMS, Case, Leaves
 
@@ -130,7 +130,7 @@ def divided() -> dict[str, Any]:
     found = _train(models, x, y)
     with torch.no_grad():
         output = [models[0](x) for _ in range(3)][-1]  # a call is watched first
-    return {"expected": expected, "found": found, "is divided": is_rows(output), "shape": list(output.shape)}
+    return {"expected": expected, "found": found, "is divided": isinstance(output, Rows), "shape": list(output.shape)}
 
 
 def _train(models: list[nn.Module], x: torch.Tensor, y: torch.Tensor) -> list[float]:
@@ -207,7 +207,6 @@ def _outcome(case: Case, view: Any, has_gradients: bool) -> dict[str, Any]:
     torch.manual_seed(_SEED)
     leaves = Leaves(has_gradients)
     inputs = [leaves.own(value) for value in case.inputs()]
-    arguments = list(inputs)
     if view is not None:
         bounds = [
             (case.batch * rank // view.ranks.size, case.batch * (rank + 1) // view.ranks.size)
@@ -219,7 +218,10 @@ def _outcome(case: Case, view: Any, has_gradients: bool) -> dict[str, Any]:
             value.detach()[bound.start : bound.stop].clone().requires_grad_(value.requires_grad)
             for value, bound in zip(inputs, rows, strict=True)
         ]
-        arguments = [Rows(value, bound) for value, bound in zip(inputs, rows, strict=True)]
+    # Rows that require gradients are results, since a leaf is gathered.
+    arguments = [value.clone() if has_gradients else value for value in inputs]
+    if view is not None:
+        arguments = [Rows(value, bound) for value, bound in zip(arguments, rows, strict=True)]
     found: dict[str, Any] = {}
     try:
         result = case.compute(leaves, *arguments)
