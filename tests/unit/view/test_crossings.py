@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from helpers.thread_ranks import ThreadRanks, on_ranks
+from samestep.microbatches import Slices
 from samestep.reduce.fast import FastReduction
 from samestep.view.crossings import CallAbandoned, CallExchange, RowBounds, Sum, cut, enter, gather, leave, totals
-from samestep.view.slices import Slices
 
 BOUNDS = {3: [(0, 1), (1, 4), (4, 6)], 4: [(0, 2), (2, 3), (3, 5), (5, 6)]}
 SIZES = pytest.mark.parametrize("size", [3, 4])
@@ -39,57 +39,6 @@ def test_the_gradient_of_cut_rows_is_gathered(size: int, factor: int) -> None:
 
     for gradient in on_ranks(size, compute):
         assert torch.equal(gradient, weights)
-
-
-@SIZES
-def test_the_gradient_of_gathered_rows_is_cut(size: int) -> None:
-    weights = leaf(6, 2, seed=1).detach()
-
-    def compute(ranks: ThreadRanks) -> Any:
-        rows = rows_of(ranks)
-        own = rows.own(leaf(6, 2))[0].detach().requires_grad_()
-        whole = gather([own], rows)
-        assert torch.equal(whole, leaf(6, 2))
-        (whole * weights).sum().backward()
-        return torch.equal(own.grad, rows.own(weights)[0])
-
-    assert on_ranks(size, compute) == [True] * size
-
-
-@SIZES
-def test_the_gradient_of_what_enters_is_the_sum_of_the_parts(size: int) -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        whole = leaf(3)
-        inside = enter(whole, FastReduction(ranks), 1)[0]
-        assert torch.equal(inside, whole)
-        (inside * (ranks.rank + 1)).sum().backward()
-        assert whole.grad is not None
-        return whole.grad.tolist()
-
-    assert on_ranks(size, compute) == [[size * (size + 1) / 2] * 3] * size
-
-
-@SIZES
-def test_the_gradient_of_what_leaves_is_that_of_the_whole(size: int) -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        part = torch.full((2,), float(ranks.rank + 1), requires_grad=True)
-        whole = leave([part], FastReduction(ranks))
-        (whole * torch.tensor([3.0, 5.0])).sum().backward()
-        assert part.grad is not None
-        return whole.tolist(), part.grad.tolist()
-
-    assert on_ranks(size, compute) == [([size * (size + 1) / 2] * 2, [3.0, 5.0])] * size
-
-
-@SIZES
-def test_the_gradient_of_a_total_is_the_total_of_the_gradients(size: int) -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        part = torch.full((2,), float(ranks.rank + 1), requires_grad=True)
-        (totals(FastReduction(ranks), [part])[0] * (ranks.rank + 1)).sum().backward()
-        assert part.grad is not None
-        return part.grad.tolist()
-
-    assert on_ranks(size, compute) == [[size * (size + 1) / 2] * 2] * size
 
 
 def test_rows_without_a_graph_share_the_memory_of_the_whole() -> None:

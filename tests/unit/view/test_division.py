@@ -3,10 +3,6 @@
 from samestep.view.division import LONGEST_REASON, failure, shortened
 
 
-def test_short_reason_stays() -> None:
-    assert shortened("joins samples (outputs differ)") == "joins samples (outputs differ)"
-
-
 def test_long_reason_is_cut() -> None:
     reason = failure("fails in the trial", RuntimeError("size mismatch " * 20))
     assert reason.startswith("fails in the trial (RuntimeError: size mismatch")
@@ -17,7 +13,3 @@ def test_long_reason_is_cut() -> None:
 def test_only_the_first_line_of_an_error() -> None:
     assert failure("fails in the trial", ValueError("first\nsecond")) == "fails in the trial (ValueError: first)"
     assert shortened("one\ntwo") == "one"
-
-
-def test_error_without_a_message() -> None:
-    assert failure("fails in the trial", ValueError()) == "fails in the trial (ValueError: )"

@@ -164,20 +164,6 @@ def test_several_calls_and_uses_outside_are_one_sum() -> None:
         assert sums == 10
 
 
-@pytest.mark.parametrize("buckets", ["many", "one"])
-def test_gradients_are_memory_of_the_sums(buckets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if buckets == "many":
-        monkeypatch.setattr(hub_module, "plan_buckets", plan_of_single_parameters)
-
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        one.call().sum().backward()
-        memory = {flat.untyped_storage().data_ptr() for flat in ranks.started}
-        return [g.untyped_storage().data_ptr() in memory for g in one.gradients() if g is not None]
-
-    assert on_ranks(3, compute) == [[True] * 8] * 3
-
-
 def test_gradients_of_two_backwards_do_not_share_memory() -> None:
     def compute(ranks: ThreadRanks) -> Any:
         one = OneRank(ranks)
@@ -219,23 +205,6 @@ def test_gradients_of_some_parameters(chosen: list[int]) -> None:
         assert backwards == 2
 
 
-def test_gradients_of_inputs_alone_need_no_sum() -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        x = inputs(0).requires_grad_()
-        with one.hub.aliases_in_place(0):
-            y = Anchored.apply(one.module(x), *one.hub.anchors)
-        (gradient,) = torch.autograd.grad(y.pow(2).sum(), x)
-        return gradient, len(ranks.started), one.backwards, one.gradients()
-
-    module, x = Experts(), inputs(0).requires_grad_()
-    (wanted,) = torch.autograd.grad(module(x).pow(2).sum(), x)
-    for gradient, sums, backwards, gradients in on_ranks(3, compute):
-        require_close([gradient], [wanted])
-        assert sums == backwards == 0
-        assert gradients == [None] * 10
-
-
 @pytest.mark.usefixtures("many_buckets")
 def test_a_graph_that_is_kept_is_summed_at_each_backward() -> None:
     def compute(ranks: ThreadRanks) -> Any:
@@ -254,62 +223,6 @@ def test_a_graph_that_is_kept_is_summed_at_each_backward() -> None:
     wanted = expected(lambda module: module(inputs(0)).pow(2).sum().backward())
     for found, _ in on_ranks(3, compute):
         require_close(found, wanted)
-
-
-def test_an_accumulated_gradient_is_that_of_both_backwards() -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        for seed in range(3):
-            one.call(seed).pow(2).sum().backward()
-        return one.gradients()
-
-    def script(module: Experts) -> None:
-        for seed in range(3):
-            module(inputs(seed)).pow(2).sum().backward()
-
-    for found in on_ranks(3, compute):
-        require_close(found, expected(script))
-
-
-def test_gradients_of_gradients() -> None:
-    """Squares of the gradients of parameters, as in a penalty; the own parts are summed first."""
-
-    def script(loss: Tensor, parameters: list[Tensor]) -> None:
-        first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-        squares = torch.stack([g.pow(2).sum() for g in first if g is not None])
-        squares.sum().sqrt().backward()
-
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        x = inputs(0)[ranks.rank :: ranks.size]
-        with one.hub.aliases_in_place(0):
-            y = one.module(x)
-        script(y.pow(2).sum(), one.parameters)
-        return one.gradients()
-
-    wanted = expected(lambda module: script(module(inputs(0)).pow(2).sum(), list(module.parameters())))
-    for found in on_ranks(3, compute):
-        require_close(found, wanted)
-
-
-def test_hooks_of_parameters_see_the_sum_once() -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        seen: list[Tensor] = []
-        after: list[Tensor] = []
-        weight = one.parameters[0]
-        weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-        weight.register_post_accumulate_grad_hook(lambda own: after.append(own.grad.clone()))
-        (one.call(0).pow(2).sum() + one.call(1).pow(2).sum()).backward()
-        assert len(seen) == len(after) == 1
-        return [*seen, *after]
-
-    def script(module: Experts) -> None:
-        (module(inputs(0)).pow(2).sum() + module(inputs(1)).pow(2).sum()).backward()
-
-    wanted = expected(script)[0]
-    for found in on_ranks(3, compute):
-        require_close(found, [wanted, wanted])
 
 
 class Kinds(nn.Module):
@@ -373,25 +286,6 @@ def test_pending_gradients_are_summed_by_the_next_backward() -> None:
         assert backwards == 1
 
 
-def test_pending_gradients_are_kept_where_there_was_a_gradient_of_zero() -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        one.call(3).sum().backward()
-        for parameter in one.parameters[:8]:
-            parameter.grad.zero_()
-        for seed in range(3):
-            one.hub.is_deferred = seed < 2
-            one.call(seed).pow(2).sum().backward()
-        return one.gradients()
-
-    def script(module: Experts) -> None:
-        for seed in range(3):
-            module(inputs(seed)).pow(2).sum().backward()
-
-    for found in on_ranks(3, compute):
-        require_close(found, expected(script))
-
-
 def test_a_gradient_that_was_dropped_while_pending_is_absent() -> None:
     def compute(ranks: ThreadRanks) -> Any:
         one = OneRank(ranks)
@@ -405,45 +299,6 @@ def test_a_gradient_that_was_dropped_while_pending_is_absent() -> None:
     wanted = expected(lambda module: module(inputs(1), False).pow(2).sum().backward())
     for found in on_ranks(3, compute):
         require_close(found, wanted)
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zeroed_gradients_are_not_pending(to_none: bool) -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        optimizer = torch.optim.SGD(one.parameters, lr=1)
-        one.hub.is_deferred = True
-        one.call(0).pow(2).sum().backward()
-        optimizer.zero_grad(set_to_none=to_none)
-        one.call(1).pow(2).sum().backward()
-        one.hub.is_deferred = False
-        one.call(2).pow(2).sum().backward()
-        return one.gradients()
-
-    def script(module: Experts) -> None:
-        for seed in (1, 2):
-            module(inputs(seed)).pow(2).sum().backward()
-
-    for found in on_ranks(3, compute):
-        require_close(found[:8], expected(script)[:8])
-
-
-def test_uses_outside_are_not_summed_while_gradients_are_pending() -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        for seed in range(3):
-            one.hub.is_deferred = seed < 2
-            loss = one.call(seed).pow(2).sum() + one.parameters[0].pow(2).sum() * (seed + 1)
-            loss.backward()
-        return one.gradients()
-
-    def script(module: Experts) -> None:
-        for seed in range(3):
-            loss = module(inputs(seed)).pow(2).sum() + module.layers[0].weight.pow(2).sum() * (seed + 1)
-            loss.backward()
-
-    for found in on_ranks(3, compute):
-        require_close(found, expected(script))
 
 
 # --- life of a hub -----------------------------------------------------------------------------------
@@ -482,19 +337,6 @@ def test_a_hub_is_not_current_after_a_change(change: Callable[[Experts], None]) 
         return one.hub.is_current(list(one.module.parameters()))
 
     assert on_ranks(1, compute) == [False]
-
-
-def test_values_written_in_place_are_seen_by_the_aliases() -> None:
-    def compute(ranks: ThreadRanks) -> Any:
-        one = OneRank(ranks)
-        with torch.no_grad():
-            for parameter in one.parameters:
-                parameter.mul_(0.5)
-        assert one.hub.is_current(one.parameters)
-        found = one.call()
-        return torch.equal(found, one.module(inputs(0)))
-
-    assert on_ranks(1, compute) == [True]
 
 
 def test_parameters_are_back_after_a_call_and_after_an_exception() -> None:
@@ -579,16 +421,6 @@ def test_a_parameter_with_gaps_has_contiguous_gradients(parameter: torch.Tensor)
     assert torch.equal(view, gradients[0])
 
 
-def test_gradients_do_not_overlap() -> None:
-    parameters = [*PARAMETERS.values(), torch.empty(4, 1).expand(4, 5)]
-    bucket = Bucket(parameters)
-    flat = torch.zeros_like(bucket.fill([None] * len(parameters)))
-    for view in bucket.views(flat):
-        view.add_(1)
-    assert flat.max() == 1
-    assert flat.sum() == sum(parameter.numel() for parameter in parameters)
-
-
 def test_an_absent_gradient_is_zero_and_has_no_flag() -> None:
     parameters = [torch.empty(3), torch.empty(2, 2), torch.empty(5)]
     bucket = Bucket(parameters)
@@ -607,13 +439,6 @@ def test_a_gradient_of_one_rank_is_one_of_all() -> None:
     total = bucket.fill([None, torch.ones(2), None]) + bucket.fill([torch.ones(3), torch.ones(2), None])
     gradients = [None if one is None else one.tolist() for one in bucket.gradients(total)]
     assert gradients == [[1, 1, 1], [2, 2], None]
-
-
-def test_no_gradient_at_all() -> None:
-    bucket = Bucket([torch.empty(3), torch.empty(2)])
-    flat = bucket.fill([None, None])
-    assert bucket.gradients(flat) == [None, None]
-    assert not flat[:3].any()
 
 
 def test_a_gradient_of_zero_is_present() -> None:
