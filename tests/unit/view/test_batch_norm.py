@@ -3,19 +3,17 @@
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from helpers.forked_ranks import RankServer
 from samestep.view.crossings import totals
 from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operations
@@ -310,61 +308,3 @@ def test_local_statistics_average_running_statistics() -> None:
     for layer in layers:
         assert layer.running_mean is not None
         assert_close(layer.running_mean, mean)
-
-
-@contextmanager
-def _group() -> Iterator[tuple[int, int]]:
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
-
-
-class Reduced:
-    """Exchange between real ranks."""
-
-    def join(self, compute: Any, value: Any) -> Any:
-        return compute(self, [value])[0]
-
-    def total(self, values: Tensor) -> Tensor:
-        return totals(self, [values])[0]
-
-    def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        values = parts[0].clone()
-        dist.all_reduce(values)
-        return values
-
-
-def _gathered(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def deviation_of_ranks() -> Any:
-    """Return the largest relative difference of a small network from the whole batch: outputs and gradients."""
-    with _group() as (rank, size):
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4))
-        network.double()
-        inputs = torch.randn(10, 3, 8, 8, dtype=torch.float64)
-        parameters = list(network.parameters())
-        expected = network(inputs)
-        gradients = torch.autograd.grad(expected.pow(3).sum(), parameters)
-        start, stop = (len(inputs) * number // size for number in (rank, rank + 1))
-        region = Region(len(inputs), start, stop, Reduced(), ())
-        with inside(region), Operations(region):
-            outputs = network(inputs[start:stop])
-        own = torch.autograd.grad(outputs.pow(3).sum(), parameters)
-        pairs = [(outputs, expected[start:stop])]
-        pairs += [(Reduced().sum([one]), other) for one, other in zip(own, gradients, strict=True)]
-        # A bias before batch norm has a gradient of pure rounding, so differences are relative to the largest value.
-        differences = [float((one - other).abs().max()) for one, other in pairs]
-        largest = max(float(one.abs().max()) for _, one in pairs)
-        return max(max(row) / largest for row in _gathered(differences))
-
-
-@pytest.mark.ranks(2, 3)
-def test_real_ranks_equal_the_whole_batch(ranks: int, on_ranks: RankServer) -> None:
-    assert on_ranks(deviation_of_ranks, ranks) < 1e-12
