@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import samestep
@@ -406,21 +405,6 @@ def changed_module() -> Any:
                         parameter.sub_(0.05 * parameter.grad)
 
     return deviation(network(), script)
-
-
-@check
-def renamed_parameter() -> Any:
-    """Pruning replaces a parameter by one of another name: the old place is gone."""
-
-    def script(model: Any) -> Iterator[Tensor | None]:
-        for number in range(8):
-            if number == 4:
-                prune.l1_unstructured(model[0], "weight", 0.3)
-            model.zero_grad()
-            model(batch(number)).pow(2).mean().backward()
-            yield from gradients(model)
-
-    return deviation(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), script)
 
 
 @check

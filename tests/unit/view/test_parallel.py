@@ -17,7 +17,6 @@ REPLICATED = COMPARED | {
     "unused_parameters_with_no_sync": (11, 0),
     "gradients_zeroed_in_place_before_no_sync": (11, 0),
     "changed_module": (9, 0),
-    "renamed_parameter": (3, 3),
 }
 FORMS = SEVERAL | {"zeroed_inside_of_no_sync": 2}
 OTHERS = [

@@ -121,13 +121,6 @@ def experts(module: Any, values: torch.Tensor) -> torch.Tensor:
     return sum(gates[:, i : i + 1] * expert(values) for i, expert in enumerate(module.experts))
 
 
-def rotary(module: Any, values: torch.Tensor) -> torch.Tensor:
-    turned = torch.view_as_complex(values.reshape(*values.shape[:-1], -1, 2)) * torch.polar(
-        torch.ones(values.shape[1], 1), torch.arange(values.shape[1])[:, None].float()
-    )
-    return module.layer(torch.view_as_real(turned).flatten(-2))
-
-
 def encoder(**options: Any) -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, **options)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -151,10 +144,6 @@ DIVIDED = {
     "embedding": divided(lambda: nn.Embedding(9, 4), lambda: (labels(9, 5),)),
     "sparse embedding": divided(lambda: nn.Embedding(9, 4, sparse=True), lambda: (labels(9, 5),)),
     "lstm": divided(lambda: nn.LSTM(3, 4, 2, batch_first=True), lambda: (x(5, 3),), outputs=None),
-    "gru": divided(
-        lambda: Call(lambda m, v: m.gru(v)[0], gru=nn.GRU(3, 4, batch_first=True, bidirectional=True)),
-        lambda: (x(5, 3),),
-    ),
     "attention": divided(
         lambda: Call(lambda m, v: m.a(v, v, v), a=nn.MultiheadAttention(8, 2, batch_first=True)),
         lambda: (x(5, 8),),
@@ -172,28 +161,7 @@ DIVIDED = {
         lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), lambda: (x(5, 8), x(4, 8))
     ),
     "masked attention": divided(lambda: Call(attention_mask, layer=nn.Linear(4, 4)), lambda: (x(5, 4), padding())),
-    "rotary": divided(lambda: Call(rotary, layer=nn.Linear(4, 4)), lambda: (x(5, 4),)),
     "complex": divided(lambda: nn.Linear(3, 2, dtype=torch.complex64), lambda: (torch.complex(x(3), x(3)),)),
-    "grid sample": divided(
-        lambda: Call(
-            lambda m, v: F.grid_sample(v, F.affine_grid(m.l(v.flatten(1)).view(-1, 2, 3), v.shape)),
-            l=nn.Linear(16, 6),
-        ),
-        lambda: (x(1, 4, 4),),
-    ),
-    "ctc per row": divided(
-        lambda: Call(
-            lambda m, v, y: F.ctc_loss(
-                m.l(v).log_softmax(-1).transpose(0, 1),
-                y + 1,
-                torch.full((len(v),), 6),
-                torch.full((len(v),), 2),
-                reduction="none",
-            ),
-            l=nn.Linear(3, 5),
-        ),
-        lambda: (x(6, 3), labels(4, 2)),
-    ),
     "two inputs, two outputs": divided(
         lambda: Call(lambda m, a, b: (m.l(a) + b, m.l(b).sum(1)), l=nn.Linear(3, 3)),
         lambda: (x(3), x(3)),

@@ -376,15 +376,6 @@ def test_recurrent_and_attention_layers_are_no_reason() -> None:
     assert call(nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True), words).reason is None
 
 
-def test_global_state_of_a_library_is_no_reason() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    bert = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=20, **sizes)).eval()
-    words = torch.randint(20, (ROWS, 5))
-    labels = torch.zeros(ROWS, dtype=torch.long)
-    assert call(bert, input_ids=words, labels=labels).reason is None
-
-
 def test_result_and_generators_are_those_of_the_plain_call() -> None:
     net = Harmless()
     torch.manual_seed(0)
