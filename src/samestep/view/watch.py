@@ -299,13 +299,15 @@ class _Recorder(Operations):
         Except for `any` and `all` of values of rows, which ranks compare in each call. Their
         scalars are noted here.
         """
-        if isinstance(result, torch.Tensor) and not result.dim():
+        # Without positional arguments, as in `torch.mean(input=x)`, it is no condition.
+        if arguments and isinstance(result, torch.Tensor) and not result.dim():
             first, *others = arguments
             if function in _ANY_OR_ALL or (function in _SUMS and first.dtype is torch.bool):
                 if by_rows or first in self._conditions:
                     self._conditions[result] = first.numel()
             elif (
                 function in _EQUALS
+                and others
                 and isinstance(first, torch.Tensor)
                 and self._conditions.get(first) == others[0]
             ):

@@ -641,6 +641,11 @@ def test_all_by_sums_is_no_reason() -> None:
     assert other.reason == "turns values of rows into Python numbers (bool)"
 
 
+def test_arguments_by_name_are_no_reason() -> None:
+    module = Applies(lambda x, y: y * torch.mean(input=y) * torch.eq(y.detach().sum(), other=0.0))
+    assert call(module, data()).reason is None
+
+
 # ----- random draws, checkpoints, structure --------------------------------------------------------------------------
 
 
