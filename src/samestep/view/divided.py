@@ -283,7 +283,7 @@ class DividedCall:
         if self._has_other_changes or not all(map(self._kind.divides, operations)):
             status = _Status.UNKNOWN
         hashes = {operations_hash(one) for one in operations}
-        return [status, *map(_only, (hashes, shapes, numbers))]
+        return [status, _only(hashes), _only(shapes), _only(numbers)]
 
     def _shapes(self, region: Region, result: OwnResult) -> int | None:
         """Return a number below 2**62 for the facts that outputs of all slices share.

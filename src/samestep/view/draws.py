@@ -21,7 +21,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.view.region import Region, UnknownDraw
+from samestep.distributed.rng import derive_seed
+from samestep.view.region import Region
 
 Shape = tuple[int, ...]
 Function = Callable[..., Any]
@@ -52,15 +53,16 @@ class Draws(TorchFunctionMode):
 Rule = Callable[[Draws, Function, Arguments, Options], Any]
 
 
+class UnknownDraw(Exception):
+    """A random draw that the trial has not seen; the call is computed whole."""
+
+
 # --- numbers of the own rows ----------------------------------------------------------------------
 
 
 @contextmanager
-def default_generator(generator: torch.Generator | None) -> Iterator[None]:
+def default_generator(generator: torch.Generator) -> Iterator[None]:
     """Let the default generator of a device begin where `generator` did; put it back afterwards."""
-    if generator is None:
-        yield
-        return
     default = torch.default_generator
     if is_accelerator(generator.device):
         default = accelerator_module().default_generators[generator.device.index]
@@ -82,21 +84,55 @@ def _draw(
         shape: shape of the numbers.
         compute: draws numbers of a shape, also for the whole batch or a microbatch.
         device: device of the numbers.
+
+    Raises:
+        UnknownDraw: the trial has seen no such draw, or its shape does not follow the own rows.
     """
     region = operations.region
     if region is None:  # the whole call of a trial
         return torch.as_tensor(compute(shape))
-
-    def make(asked: Shape, generator: torch.Generator | None) -> torch.Tensor:
-        with default_generator(generator):
-            return torch.as_tensor(compute(asked))
-
-    index = len(operations.draws)
+    index = _number_of_draw(region, len(operations.draws))
     operations.draws.append(shape)
-    numbers = region.draw(index, shape, make, device)
+    if index >= len(region.draw_factors):
+        raise UnknownDraw(f"draw {index + 1} of the call was not there in the trial")
+    factor = region.draw_factors[index]
+    if factor is not None and (not shape or shape[0] != factor * region.own):
+        raise UnknownDraw(
+            f"draw {index + 1} of the call has the shape {shape} for {region.own} rows"
+        )
     if region.seed is None:
-        numbers = numbers.clone()  # does not keep the numbers of other rows alive
-    return numbers
+        if factor is None:
+            return torch.as_tensor(compute(shape))
+        numbers = torch.as_tensor(compute((factor * region.rows, *shape[1:])))
+        # A copy does not keep the numbers of other rows alive.
+        return numbers[factor * region.start : factor * region.stop].clone()
+    if region.positions is not None:
+        # The stream advances, so that the next draw finds another state.
+        torch.rand(())
+    generator = torch.Generator(device)
+    if factor is None:
+        generator.manual_seed(derive_seed("model", region.seed, index))
+        with default_generator(generator):
+            return torch.as_tensor(compute(shape))
+    parts = []
+    for microbatch, start, stop in region.microbatches:
+        generator.manual_seed(derive_seed("model", region.seed, index, microbatch))
+        with default_generator(generator):
+            parts.append(torch.as_tensor(compute((factor * (stop - start), *shape[1:]))))
+    return torch.cat(parts)
+
+
+def _number_of_draw(region: Region, number: int) -> int:
+    """Return the number of the next draw in its call; a recomputation finds that of the forward."""
+    if region.positions is None:
+        return number
+    state = torch.get_rng_state().numpy().tobytes()
+    if region.is_recomputed:
+        if state not in region.positions:
+            raise UnknownDraw("a recomputation draws from another state than the forward")
+        number = region.positions[state]
+    region.positions[state] = number
+    return number
 
 
 def like(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:

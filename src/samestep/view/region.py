@@ -1,4 +1,4 @@
-"""Slice of a divided call: its rows, its exchange with other slices, and its random draws."""
+"""Slice of a divided call: its rows, and its exchange with other slices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-
-from samestep.distributed.rng import derive_seed
 
 Parts = Sequence[torch.Tensor]
 
@@ -27,8 +25,6 @@ class Sums(Protocol):
         ...
 
 
-# Returns random numbers of a shape, from a generator, or without one from the script's stream.
-Make = Callable[[tuple[int, ...], torch.Generator | None], torch.Tensor]
 # From sums over all slices and a value of each slice that is computed here: a result for each.
 Joined = Callable[[Sums, list[Any]], list[Any]]
 
@@ -93,56 +89,6 @@ class Region:
     def own(self) -> int:
         """Number of own rows."""
         return self.stop - self.start
-
-    def draw(
-        self, index: int, shape: Sequence[int], make: Make, device: torch.device
-    ) -> torch.Tensor:
-        """Return the numbers of a random draw that belong to the own rows.
-
-        Args:
-            index: number of the draw in this call.
-            shape: shape of the numbers for the own rows.
-            make: function that draws.
-            device: device of the numbers.
-
-        Raises:
-            UnknownDraw: the trial has seen no such draw, or its shape does not follow the own rows.
-        """
-        if self.positions is not None:
-            state = torch.get_rng_state().numpy().tobytes()
-            if self.is_recomputed and state not in self.positions:
-                raise UnknownDraw("a recomputation draws from another state than the forward")
-            if self.is_recomputed:
-                index = self.positions[state]
-            self.positions[state] = index
-        if index >= len(self.draw_factors):
-            raise UnknownDraw(f"draw {index + 1} of the call was not there in the trial")
-        factor = self.draw_factors[index]
-        if factor is not None and (not shape or shape[0] != factor * self.own):
-            raise UnknownDraw(
-                f"draw {index + 1} of the call has the shape {tuple(shape)} for {self.own} rows"
-            )
-        if self.seed is None:
-            if factor is None:
-                return make(tuple(shape), None)
-            numbers = make((factor * self.rows, *shape[1:]), None)
-            return numbers[factor * self.start : factor * self.stop]
-        if self.positions is not None:
-            # The stream advances, so that the next draw finds another state.
-            torch.rand(())
-        generator = torch.Generator(device)
-        if factor is None:
-            generator.manual_seed(derive_seed("model", self.seed, index))
-            return make(tuple(shape), generator)
-        parts = []
-        for microbatch, start, stop in self.microbatches:
-            generator.manual_seed(derive_seed("model", self.seed, index, microbatch))
-            parts.append(make((factor * (stop - start), *shape[1:]), generator))
-        return torch.cat(parts)
-
-
-class UnknownDraw(Exception):
-    """A random draw that the trial has not seen; the call is computed whole."""
 
 
 _current: ContextVar[Region | None] = ContextVar("region", default=None)  # other threads have none

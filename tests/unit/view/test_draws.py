@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.view.draws import default_generator, like, seen_inside
+from samestep.view.draws import UnknownDraw, default_generator, like, seen_inside
 from samestep.view.operations import Operations
-from samestep.view.region import Region, UnknownDraw
+from samestep.view.region import Region
 
 Compute = Callable[..., Any]
 
