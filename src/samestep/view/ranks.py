@@ -6,7 +6,7 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
-from enum import IntEnum, auto
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -20,45 +20,36 @@ _FEW_BYTES = 2**16  # sent to every other rank at once
 
 
 class Action(IntEnum):
-    """What a rank is about to do: the first number of a word."""
+    """What a rank is about to do: the first number of a word.
 
-    ENTER_CALL = auto()
-    SUM_IN_CALL = auto()
-    END_CALL = auto()
-    WHOLE_CALL = auto()
-    WATCH = auto()
-    WATCH_RAISED = auto()
-    TRIAL = auto()
-    BACKWARD = auto()
-    STEP = auto()
-    PARALLEL = auto()
-    BATCH = auto()
-    AGREE = auto()
-    ROWS = auto()
-    END = auto()
+    Attributes:
+        place: where in the script a rank sends the word, for errors.
+    """
 
-    @property
-    def place(self) -> str:
-        """Where in the script a rank sends the word, for errors."""
-        return _PLACES[self]
+    place: str
 
+    def __new__(cls, place: str) -> Action:
+        """Number the actions in their order."""
+        number = len(cls.__members__) + 1
+        action = int.__new__(cls, number)
+        action._value_ = number
+        action.place = place
+        return action
 
-_PLACES = {
-    Action.ENTER_CALL: "a divided call",
-    Action.SUM_IN_CALL: "a sum inside of a divided call",
-    Action.END_CALL: "the end of a divided call",
-    Action.WHOLE_CALL: "a call that is computed whole",
-    Action.WATCH: "the first call of a kind",
-    Action.WATCH_RAISED: "an exception in the first call of a kind",
-    Action.TRIAL: "the second call of a kind",
-    Action.BACKWARD: "a backward",
-    Action.STEP: "a step of an optimizer",
-    Action.PARALLEL: "samestep.parallel",
-    Action.BATCH: "a batch of a loader",
-    Action.AGREE: "a decision of all ranks",
-    Action.ROWS: "an operation that needs all rows of a batch or an output",
-    Action.END: "the end of the script",
-}
+    ENTER_CALL = "a divided call"
+    SUM_IN_CALL = "a sum inside of a divided call"
+    END_CALL = "the end of a divided call"
+    WHOLE_CALL = "a call that is computed whole"
+    WATCH = "the first call of a kind"
+    WATCH_RAISED = "an exception in the first call of a kind"
+    TRIAL = "the second call of a kind"
+    BACKWARD = "a backward"
+    STEP = "a step of an optimizer"
+    PARALLEL = "samestep.parallel"
+    BATCH = "a batch of a loader"
+    AGREE = "a decision of all ranks"
+    ROWS = "an operation that needs all rows of a batch or an output"
+    END = "the end of the script"
 
 
 class Ranks:

@@ -312,7 +312,8 @@ class View:
         first, *others = words
         for rank, word in enumerate(others, start=1):
             if word[:2] != first[:2]:
-                places = [Action(action).place for action, *_ in (first, word)]
+                # Found by its number, which is its value.
+                places = [Action(action).place for action, *_ in (first, word)]  # type: ignore[arg-type]
                 raise RankDesyncError(
                     f"rank 0 is at {places[0]}, rank {rank} at {places[1]}",
                     expected="the same calls of models, backwards and steps on every rank",
