@@ -119,6 +119,7 @@ class DividedCall:
     def own_results(self) -> list[OwnResult] | None:
         """Run the forward on each own slice; return None if it fails here, and let no rank wait."""
         view = self._view
+        # Messages follow, in which a rank elsewhere would never join.
         if self._strategy.exchanges_in_calls or self._exchange.expected != ():
             view.require_same_action(view.word(Action.ENTER_CALL))
         self._call.operations = self._division.operations

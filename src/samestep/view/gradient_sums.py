@@ -248,6 +248,7 @@ class _HubBucket(Bucket):
     def collect(self, number: int, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Keep the gradients of an own slice; return that of the anchor for one slice only."""
         *own, anchor = gradients
+        # `create_graph`: copies in a flat tensor would have no graph.
         if torch.is_grad_enabled():
             self._parts[number] = own
         else:
@@ -379,6 +380,7 @@ class _State:
             return
         self._backward = task
         self._next = 0
+        # A backward that failed may have left gradients.
         for bucket in self.buckets:
             bucket.clear()
         if not self.is_deferred:

@@ -138,6 +138,7 @@ class KindsOfModule:
             rows: rows of the batch.
         """
         ids = [id(part) for part in parts]
+        # By identity: a script may replace a submodule by one with the same structure.
         if ids != self._part_ids:
             self._part_ids = ids
             self._structure = _structure_key(parts)

@@ -78,6 +78,7 @@ class Ranks:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over ranks, as a new contiguous tensor."""
         own = _in_memory(values)
+        # One message to each rank, where an all-reduce takes several rounds.
         if self._sockets is not None and own.nbytes <= _FEW_BYTES:
             return self._gather_equal(own, "a sum").sum(0, dtype=own.dtype)
         total = own.clone()

@@ -46,6 +46,7 @@ def own_part(operand: Any, lead: Rows) -> Any:
     operand = gathered(operand)
     if operand.dim() == lead._rows_own.dim() and operand.shape[0] == bounds.rows:
         return cut(operand, bounds)[0]
+    # Own rows give a part of its gradient only.
     if operand.requires_grad and torch.is_grad_enabled():
         return enter(operand, bounds.ranks, 1)[0]
     return operand
@@ -128,7 +129,7 @@ def _by_rows(guard: Guard | None = None, *, is_strict: bool = False, is_view: bo
         ):
             return NotImplemented
         if is_view:
-            memory_of(lead)
+            memory_of(lead)  # which the view shares, so that a gather of one makes both whole
         return as_rows(of_own(function, lead, arguments, options), lead)
 
     return rule

@@ -353,6 +353,7 @@ class View:
     def begin_backward(self) -> None:
         """Compare the ranks before the first sum of a backward."""
         task = torch._C._current_graph_task_id()  # private
+        # One word, however many divided calls the backward goes through.
         if task != self._backward:
             self._backward = task
             self.require_same_action(self.word(Action.BACKWARD))
