@@ -63,6 +63,7 @@ def test_viewers_end(
     name: str, kind: str, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], record_fault: RecordFault
 ) -> None:
     replace_by(kind, run / name)
+    codes = []
     for command in (("top", run, "--once"), ("report", run, "--out", tmp_path / "report.html")):
         began = time.process_time()
         code = here(*command, cwd=tmp_path)
@@ -71,8 +72,9 @@ def test_viewers_end(
         assert code in (0, 2), report
         assert report.count("error: ") == (1 if code else 0)
         require_bounded(report)
+        codes.append(code)
     if name != ".lock" and (name, kind) != ("ranks/rank-0.jsonl", "a sparse file of 10 GB"):
-        assert code == 2, report
+        assert 2 in codes, report
     record_fault(f"{kind} in the place of {name}, `top` and `report`", "exit code 0 or 2 within 2 s")
 
 

@@ -14,7 +14,7 @@ from samestep.config import Recipe, RunOptions
 from samestep.distributed.world import all_gather
 from samestep.errors import DataError
 from samestep.recipes.builder import build, start_world
-from samestep.recipes.samples import IndexedCollate, indexed
+from samestep.recipes.samples import IndexedCollate, IndexedSamples
 from samestep.zoo.images import load_image_list, load_images
 from samestep.zoo.splits import Splits
 
@@ -57,7 +57,7 @@ def _messages(splits: Splits) -> list[str]:
 
 def _trained(splits: Splits) -> dict[str, object]:
     train, evaluation = (
-        samestep.loader(indexed(data, skips=True), BATCH, collate_fn=IndexedCollate(splits.collate))
+        samestep.loader(IndexedSamples(data, skips=True), BATCH, collate_fn=IndexedCollate(splits.collate))
         for data in (splits.train, splits.evaluation)
     )
     model = samestep.parallel(seeded(0, Net, dtype=torch.float32), reduction="exact", microbatches=MICROBATCHES)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -67,16 +67,68 @@ class ThreadModes:
             yield
 
 
-def slice_threads(most: int) -> ThreadPoolExecutor:
-    """Return threads for the slices of calls, which are started when they are needed.
+class SliceThread(threading.Thread):
+    """Thread of one slice after the other."""
 
-    cuDNN keeps its plans by thread: with new threads, every convolution of every call takes 2 ms to
-    select its kernel. So threads wait between calls.
+    def __init__(self) -> None:
+        # Not a thread of a pool of Python: these end before functions of atexit, which may call the
+        # model again.
+        super().__init__(name="slice of a call", daemon=True)
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._busy = threading.Lock()  # semaphores take several times as long
+        self.start()
 
-    Args:
-        most: largest number of slices of a call.
+    def begin(self, task: Callable[[], None]) -> None:
+        """Begin a task; the one before has ended."""
+        self._busy.acquire()
+        self._tasks.put(task)
+
+    def wait(self) -> None:
+        """Wait for the end of the task."""
+        with self._busy:
+            return
+
+    def end(self) -> None:
+        """End the thread, which has no task."""
+        self._tasks.put(None)
+        self.join()
+
+    def run(self) -> None:
+        """Run tasks until the thread ends."""
+        while task := self._tasks.get():
+            task()
+            del task  # it refers to tensors
+            self._busy.release()
+
+
+class SliceThreads:
+    """Threads for the slices of calls, which wait between calls.
+
+    cuDNN keeps its plans by thread: with new threads, every convolution of every call took 2 ms to
+    select its kernel.
     """
-    return ThreadPoolExecutor(most, thread_name_prefix="slice of a call")
+
+    def __init__(self) -> None:
+        self._idle: list[SliceThread] = []
+
+    def take(self) -> SliceThread:
+        """Return an idle thread, the one that has waited longest."""
+        while self._idle:
+            thread = self._idle.pop(0)
+            if thread.is_alive():  # a fork of the process has no threads
+                return thread
+        return SliceThread()
+
+    def give_back(self, thread: SliceThread) -> None:
+        """Keep a thread whose task has ended for the next call."""
+        self._idle.append(thread)
+
+    def end(self) -> None:
+        """End the threads."""
+        for thread in self._idle:
+            if thread.is_alive():
+                thread.end()
+        self._idle.clear()
 
 
 class OutOfStep(Exception):
@@ -129,11 +181,12 @@ class Part:
         self.parts: Sequence[Part] = ()
         self._processors = torch.get_num_threads()
         self._run_in_context = partial(copy_context().run, self._run)
-        self._end: Future[None] | None = None
+        self._thread: SliceThread | None = None
 
-    def begin(self, threads: ThreadPoolExecutor) -> None:
+    def begin(self, thread: SliceThread) -> None:
         """Begin in a thread, which waits for its first turn."""
-        self._end = threads.submit(self._run_in_context)
+        self._thread = thread
+        thread.begin(self._run_in_context)
 
     def join(self, compute: Joined, value: Any) -> Any:
         """Wait for all parts; return the result for this one. The first one computes it."""
@@ -179,12 +232,13 @@ class Part:
         if self.error is not None:
             raise self.error
 
-    def end(self) -> None:
-        """End the slice, and wait until its thread is free."""
+    def end(self, threads: SliceThreads) -> None:
+        """End the slice, and give its thread back."""
         self._ended = True
         self._resumed.release()
-        if self._end is not None:
-            self._end.result()
+        if self._thread is not None:
+            self._thread.wait()
+            threads.give_back(self._thread)
         # All of these refer to the part: with cycles, tensors would be freed late, by the garbage
         # collector.
         self.parts = ()
@@ -224,7 +278,7 @@ class AllHere:
 
 
 def run_in_lockstep(
-    parts: Sequence[Part], sums: Sums, threads: ThreadPoolExecutor | None = None
+    parts: Sequence[Part], sums: Sums, threads: SliceThreads | None = None
 ) -> list[Any]:
     """Run the parts to their ends, and return their results. No part is left, whatever happens.
 
@@ -237,14 +291,12 @@ def run_in_lockstep(
         OutOfStep: the parts joined at different places.
         BaseException: the error of the first part that failed.
     """
-    if threads is None:
-        with slice_threads(len(parts)) as own_threads:
-            return run_in_lockstep(parts, sums, own_threads)
+    kept = threads or SliceThreads()
     try:
         for part in parts:
             part.sums = sums
             part.parts = parts
-            part.begin(threads)
+            part.begin(kept.take())
         while True:
             for part in parts:
                 part.advance()
@@ -255,7 +307,9 @@ def run_in_lockstep(
                 raise OutOfStep("parts of the rows exchange different numbers of values")
     finally:
         for part in parts:
-            part.end()
+            part.end(kept)
+        if threads is None:
+            kept.end()
 
 
 def nodes_of(values: Any) -> set[Any]:

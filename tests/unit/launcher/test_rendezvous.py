@@ -1,5 +1,7 @@
 """Rendezvous of ranks in a store: addresses, tokens, attempts, missing ranks."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -8,10 +10,40 @@ import pytest
 import torch.distributed as dist
 
 from helpers.started import free_port
+from helpers.system import IMPORT_PATH
 from samestep.distributed.env import Environment
 from samestep.distributed.launcher_variables import RankPlace
 from samestep.errors import InputError, RunError
 from samestep.launcher.rendezvous import _connect, listen, wait_for_ranks
+
+# In one process per rank: a process joins a job once.
+JOIN = """
+import sys
+from datetime import timedelta
+from samestep.errors import SamestepError
+from samestep.launcher.rendezvous import join_job
+from samestep.launcher.rendezvous import listen
+from samestep.distributed.launcher_variables import RankPlace
+rank, size, port, seconds = map(int, sys.argv[1:])
+try:
+    job = join_job(RankPlace("Slurm", rank, size, rank, size, "127.0.0.1", port), timedelta(seconds=seconds))
+except SamestepError as error:
+    print(error)
+else:
+    print("joined")
+    job.store.set(f"left/{rank}", "")
+    job.store.wait([f"left/{other}" for other in range(size)])
+"""
+
+
+def joining_process(rank: int, size: int, port: int, seconds: int, token: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", JOIN, *map(str, (rank, size, port, seconds))]
+    variables = {"SAMESTEP_TOKEN": token, "PYTHONPATH": IMPORT_PATH}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+
+
+def output(process: "subprocess.Popen[str]") -> str:
+    return process.communicate(timeout=60)[0].strip()
 
 
 def test_unknown_host_is_named() -> None:
@@ -30,7 +62,24 @@ def test_unreachable_store_is_named_with_the_address() -> None:
     assert "no other machine reaches" in str(caught.value)
 
 
-def test_rank_0_listens_on_its_address_only() -> None:
+@pytest.mark.long
+@pytest.mark.slow
+def test_token_and_number_of_ranks_must_match() -> None:
+    port = free_port()
+    first, second = joining_process(0, 2, port, 60, "ours"), joining_process(1, 2, port, 60, "ours")
+    assert (output(first), output(second)) == ("joined", "joined")
+    port = free_port()
+    ours, stranger, other = (
+        joining_process(0, 2, port, 6, "ours"),
+        joining_process(1, 2, port, 3, "theirs"),
+        joining_process(1, 3, port, 3, "ours"),
+    )
+    assert "rank 1 of 2 did not join within 6 s" in output(ours)
+    assert "rank 1 of 2" in output(stranger)
+    assert "rank 1 of 3" in output(other)
+
+
+def test_rank_0listens_on_its_address_only() -> None:
     with listen("127.0.0.1", 0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
