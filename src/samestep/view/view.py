@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import threading
 import warnings
 import weakref
@@ -37,7 +36,7 @@ from samestep.microbatches import MOST_MICROBATCHES, Slices, rank_bounds
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import RowBounds
 from samestep.view.kinds import Kind
-from samestep.view.lockstep import slice_threads
+from samestep.view.lockstep import SliceThreads
 from samestep.view.rank_comparison import ONE_DECISION, InStep
 from samestep.view.ranks import Action, Ranks, RowMessages
 from samestep.view.region import current_region
@@ -167,8 +166,8 @@ class View:
         self._backward = -1  # task of autograd that has sent a word
         self._row_messages: dict[int, RowMessages] = {}
         self._cleanup = ExitStack()
-        self.slice_threads = slice_threads(sys.maxsize)
-        self._cleanup.callback(self.slice_threads.shutdown)
+        self.slice_threads = SliceThreads()
+        self._cleanup.callback(self.slice_threads.end)
         if world.size > 1:
             self._cleanup.enter_context(torch_gathers())
         refuse = partial(refuse_inside, self.parallel_modules)
