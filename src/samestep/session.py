@@ -27,7 +27,7 @@ from samestep.distributed import world as collectives
 from samestep.distributed.collective_check import CollectiveCheck, script_line
 from samestep.distributed.devices import deterministic_kernels
 from samestep.distributed.env import hide_ranks
-from samestep.distributed.rng import passed_generators
+from samestep.distributed.rng import share_generators
 from samestep.distributed.signals import STOP_SIGNALS, StoppedLoop, StopRequest
 from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import RankStatus, local_rank_status
@@ -136,12 +136,7 @@ def join(options: SessionOptions) -> World:
     stack = process_state.exit_stack
     world = stack.enter_context(_session(options))
     if world.size > 1:
-        # A script without seeds draws equal numbers on all ranks.
-        for generator in passed_generators(world.device):
-            state = generator.state()
-            world.broadcast(state)
-            if not world.is_main:
-                generator.set_state(state)
+        share_generators(world.device, world.broadcast, is_main=world.is_main)
     world = replace(world, session=replace(world.session, exit_stack=stack))
     process_state.world = world
     stack.callback(setattr, process_state, "world", None)

@@ -118,7 +118,7 @@ def test_terminals_without_unicode(encoding: str, tmp_path: Path, record_fault: 
     code = (
         "from samestep.distributed.standard_streams import protect_output; protect_output(stdout_seconds=None)\n"
         "from samestep.distributed.logging import plain_console\nfrom rich.table import Table\n"
-        "from samestep.loggers.trackers import ProgressLogger\n"
+        "from samestep.loggers.progress import ProgressLogger\n"
         "table = Table(); table.add_column('\u03b1'); table.add_row('\u732b [/b]'); plain_console().print(table)\n"
         "ProgressLogger().log(1, {'\u03b2': 1.0})\nprint('\u732b')\n"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from samestep.distributed.status import RankStatus, StatusBoard
-from samestep.script.files import one_writer
+from samestep.script.first_writer import one_writer
 
 KEEP_BYTES = 20_000
 

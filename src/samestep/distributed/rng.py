@@ -113,6 +113,23 @@ def passed_generators(device: torch.device) -> list[PassedGenerator]:
     return generators
 
 
+def share_generators(
+    device: torch.device, broadcast: Callable[[torch.Tensor], object], *, is_main: bool
+) -> None:
+    """Give the generators of all ranks the states of rank 0: a script without seeds draws equally.
+
+    Args:
+        device: device of this rank.
+        broadcast: overwrites a tensor with that of rank 0. A collective.
+        is_main: whether this is rank 0.
+    """
+    for generator in passed_generators(device):
+        state = generator.state()
+        broadcast(state)
+        if not is_main:
+            generator.set_state(state)
+
+
 def _python_state() -> torch.Tensor:
     _, numbers, second = random.getstate()
     packed = struct.pack(_PYTHON_STATE, *numbers, second is not None, second or 0.0)

@@ -1,4 +1,4 @@
-"""Inputs of a script that are equal on all ranks: random bytes, standard input, other programs.
+"""Inputs of a script that are equal on all ranks: random bytes and standard input.
 
 Random bytes: `uuid` calls `os.urandom`; `SystemRandom`, `secrets` and NumPy's `SeedSequence` call
 the name of it in `random`. C code is behind `Random.seed` and `torch.seed`, which are replaced, and
@@ -7,10 +7,6 @@ behind `torch.Generator.seed`, which cannot be: the in-step hash finds the diffe
 Standard input: rank 0 reads, the others receive what it has read. Descriptor 0 of a rank is that of
 the launcher, in the same process group, although `multiprocessing` has given the null device to
 `sys.stdin`.
-
-Programs that a script runs to their end: rank 0 runs them, the others receive what they have
-returned. A program that a script only starts (`subprocess.Popen`), or that a library runs, runs on
-every rank.
 """
 
 from __future__ import annotations
@@ -23,27 +19,21 @@ import locale
 import os
 import pdb
 import random
-import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import numpy
 import torch
 
-from samestep.distributed.collective_check import Line, is_library_file, script_line
-from samestep.distributed.logging import logger
-from samestep.distributed.status import RankStatus
-from samestep.errors import InputError, RunError
-from samestep.launcher.pickling import pack, unpack
-from samestep.script.replaced import PATHS, replaced
+from samestep.distributed.collective_check import Line, script_line
+from samestep.errors import InputError
+from samestep.script.replaced import is_main_thread_of, replaced
 
 # Names of files, sockets and semaphores, and keys of connections, differ between processes.
 _OWN_BYTES = ("tempfile", "multiprocessing")
@@ -52,14 +42,6 @@ _SEEDING = "samestep.distributed.rng"  # seeds for samples, and restores
 _PASSED = ("random", "secrets", "uuid", __name__)
 
 Share = Callable[[bytes | None], bytes]
-
-_POLL_SECONDS = 0.005
-
-
-def _is_main_thread_of(process: int) -> bool:
-    is_main = threading.current_thread() is threading.main_thread()
-    return os.getpid() == process and is_main
-
 
 # --- random bytes ---
 
@@ -177,7 +159,7 @@ class _SharedInput(io.RawIOBase):
         raise io.UnsupportedOperation(problem)
 
     def readinto(self, buffer: Any) -> int:
-        if not _is_main_thread_of(self._process):
+        if not is_main_thread_of(self._process):
             raise _refusal("standard input is read in a thread or a child process")
         own = None
         if self._is_reader:
@@ -245,124 +227,3 @@ def _without_input() -> Iterator[None]:
     finally:
         os.dup2(before, 0)
         os.close(before)
-
-
-# --- programs ---
-
-
-class FirstRankPrograms:
-    """Replacements of functions of `subprocess` and of `os.system` on one rank.
-
-    Args:
-        rank: this rank.
-        folder: temporary folder that all ranks share.
-        status: status of this rank, which waits for rank 0.
-        has_passed: whether rank 0 is at a later point of the script than this rank.
-    """
-
-    def __init__(
-        self, rank: int, folder: str, status: RankStatus, has_passed: Callable[[], bool]
-    ) -> None:
-        self._is_first = rank == 0
-        self._folder = Path(folder)
-        self._status = status
-        self._has_passed = has_passed
-        self._counts: Counter[str] = Counter()
-        self._process = os.getpid()
-        self._is_running = False  # a program that rank 0 alone runs
-        self._named: set[Line] = set()  # lines that start programs
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Let rank 0 alone run the programs that a script runs to their end, inside the block."""
-        of_subprocess = subprocess.run
-        of_os = os.system
-        of_popen = subprocess.Popen.__init__
-
-        def run(*arguments: Any, **options: Any) -> Any:
-            return self._once(lambda: of_subprocess(*arguments, **options))
-
-        def call(*arguments: Any, **options: Any) -> int:  # `check_call` calls it too
-            return int(subprocess.run(*arguments, check=False, **options).returncode)
-
-        def system(command: Any) -> int:
-            return int(self._once(lambda: of_os(command)))
-
-        def start(process: Any, args: Any, *arguments: Any, **options: Any) -> None:
-            if self._is_first and not self._is_running and self._is_of_script():
-                self._name_program(args)
-            of_popen(process, args, *arguments, **options)
-
-        with (
-            replaced(subprocess, run=run, call=call),
-            # Its method, not the class: libraries derive classes from it.
-            replaced(subprocess.Popen, __init__=start),
-            replaced(os, system=system),
-        ):
-            yield
-
-    def _name_program(self, program: Any) -> None:
-        """Report a line of the script that starts a program on every rank, once."""
-        line = script_line(sys._getframe(1))
-        if line in self._named:
-            return
-        self._named.add(line)
-        if not isinstance(program, PATHS):
-            program = next(iter(program), "")
-        name = os.fsdecode(program).split(" ")[0]
-        place = f"{os.path.relpath(line[0])}:{line[1]}"
-        logger.info("%s starts the program %r, on every process", place, name)
-
-    def _is_of_script(self) -> bool:
-        """Whether the main thread runs a program in code of the script, not of a library."""
-        if not _is_main_thread_of(self._process):
-            return False
-        frame = sys._getframe(1)
-        passed = ("subprocess", __name__)
-        while frame.f_back is not None and frame.f_globals.get("__name__") in passed:
-            frame = frame.f_back
-        return not is_library_file(frame.f_code.co_filename)
-
-    def _once(self, program: Callable[[], Any]) -> Any:
-        """Return what a program of the script returns on rank 0, or raise its exception."""
-        if not self._is_of_script():
-            return program()
-        file, line = script_line(sys._getframe())
-        place = f"{os.path.basename(file)}-{line}"
-        self._counts[place] += 1
-        path = self._folder / f"program-{place}-{self._counts[place]}"
-        if not self._is_first:
-            return self._received(path, f"{file}:{line}")
-        result: Any = None
-        self._is_running = True
-        try:
-            result = program()
-            return result
-        except (subprocess.SubprocessError, OSError) as error:
-            result = error
-            raise
-        finally:
-            self._is_running = False
-            part = path.with_suffix(".part")
-            part.write_bytes(pack(result))
-            part.rename(path)  # complete or absent
-
-    def _received(self, path: Path, line: str) -> Any:
-        is_passed = False
-        with self._status.waiting("a program of rank 0"):
-            while not path.exists() and not is_passed:
-                time.sleep(_POLL_SECONDS)
-                # In this order: rank 0 writes the result before it goes on.
-                is_passed = self._has_passed() and not path.exists()
-        result = None
-        if not is_passed:
-            result = unpack(path.read_bytes())
-        if result is None:
-            raise RunError(
-                f"{line}: the program did not run to its end on rank 0",
-                expected="a program that rank 0 can run, at the same point of the script",
-                fix="read the error of rank 0",
-            )
-        if isinstance(result, Exception):
-            raise result
-        return result

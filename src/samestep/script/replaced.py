@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
@@ -48,6 +49,12 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def is_main_thread_of(process: int) -> bool:
+    """Whether this is the main thread of a process: threads and children have own inputs."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return os.getpid() == process and is_main
 
 
 class Writer(Protocol):

@@ -33,8 +33,8 @@ from samestep.launcher.process_state import WorkerSpec, process_state, rank_and_
 from samestep.launcher.worker import run_script
 from samestep.microbatches import MOST_MICROBATCHES, require_microbatches
 from samestep.script.calls import OutermostCalls, own_rows_of_loaders
-from samestep.script.files import FirstWriter, one_writer
-from samestep.script.inputs import FirstRankPrograms, equal_entropy, shared_console
+from samestep.script.first_writer import FirstWriter, one_writer
+from samestep.script.inputs import equal_entropy, shared_console
 from samestep.script.mode import Mode, uses_samestep
 from samestep.script.overlay import Overlay
 from samestep.script.process import (
@@ -45,6 +45,7 @@ from samestep.script.process import (
     refusals,
     threads_joined,
 )
+from samestep.script.programs import FirstRankPrograms
 from samestep.script.replaced import replaced
 from samestep.script.summary import Summary
 from samestep.session import join

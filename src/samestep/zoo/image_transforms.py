@@ -46,9 +46,9 @@ class Augment:
         randaugment: magnitude of the two operations of RandAugment (Cubuk et al., 2020), or None.
         random_erasing: probability of random erasing (Zhong et al., 2020).
         mixup_alpha: parameter of the Beta distribution of mixup (Zhang et al., "mixup", 2018); 0
-            for none. Images and targets are mixed within a microbatch.
+            for none. Images and targets are mixed within a batch.
         cutmix_alpha: the same for CutMix (Yun et al., "CutMix", 2019). With both, one is drawn for
-            each microbatch.
+            each batch.
     """
 
     scale: tuple[_Fraction, _Fraction] = (0.08, 1.0)

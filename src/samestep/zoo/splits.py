@@ -32,7 +32,7 @@ class Splits:
         reads_files: samples are read and decoded on access, so data workers save time.
         collate: function from a list of samples to batched inputs and targets.
         train_collate: collate function for training, such as mixup. May use the same generators as
-            augmentation; their state is a function of the first sample of the microbatch.
+            augmentation; their state is a function of the first sample of the batch.
         train_lengths: length of each training sample, to group samples of similar length in a
             global batch.
         evaluation_lengths: length of each validation sample; evaluation then runs from short to

@@ -20,7 +20,8 @@ from samestep.config import RunOptions
 from samestep.config.validation import require_package
 from samestep.errors import EXIT_INPUT, InputError, RunError
 from samestep.loggers.logger import Event, JsonlLogger, RunLogger, parse_json_line
-from samestep.loggers.trackers import ProgressLogger, TensorBoardLogger, evaluation_line
+from samestep.loggers.progress import ProgressLogger, evaluation_line
+from samestep.loggers.trackers import TensorBoardLogger
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.events import StepTimer, TrainingEvents

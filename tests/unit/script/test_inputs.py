@@ -30,7 +30,8 @@ from helpers.system import environment
 from samestep.distributed.rng import seed_generators
 from samestep.distributed.status import local_rank_status
 from samestep.errors import InputError, RunError
-from samestep.script.inputs import FirstRankPrograms, equal_entropy, shared_console
+from samestep.script.inputs import equal_entropy, shared_console
+from samestep.script.programs import FirstRankPrograms
 
 # --- random bytes ---
 

@@ -35,7 +35,7 @@ from helpers.file_ranks import KEEP_BYTES, Rank, on_ranks, tree
 from samestep.distributed.status import local_rank_status
 from samestep.errors import RunError
 from samestep.script.file_journal import Journal
-from samestep.script.files import one_writer
+from samestep.script.first_writer import one_writer
 
 LARGE = 3 * KEEP_BYTES
 
@@ -648,7 +648,7 @@ def test_large_content_that_rank_0_never_writes_is_an_error_with_the_line(waits:
     first, *others = on_ranks(body, tmp_path)
     assert first == waits
     for text in others:
-        assert "test_files.py:" in text
+        assert "test_first_writer.py:" in text
         assert "own.bin is read, but its content is gone or was never written by rank 0 [E_SCRIPT_FILES]" in text
 
 
