@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
@@ -227,7 +228,7 @@ def _probe(request: Request, read: Samples) -> dict[str, Any]:
         for number in range(len(read.samples))
         if type(request.indices[number]) in (int, str) and not repeats[number]
     ]
-    numbers = numbers[:: max(1, len(numbers) // _PROBES)]
+    numbers = numbers[:: max(1, math.ceil(len(numbers) / _PROBES))]
     return {
         "seed": request.seed,
         "epoch": request.epoch,

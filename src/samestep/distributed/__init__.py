@@ -1,1 +1,1 @@
-"""distributed."""
+"""Ranks and their devices: world, environment, status, random states, messages."""

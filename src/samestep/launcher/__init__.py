@@ -1,1 +1,1 @@
-"""launch."""
+"""Ranks of a launch: their processes, rendezvous, watchdogs, failures and restarts."""

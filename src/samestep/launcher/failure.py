@@ -1,4 +1,4 @@
-"""Failures of ranks, the first cause among several, and whether a run restarts afterwards."""
+"""Failures of ranks, and the first cause among several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restarts of a failed run: how often, and on how many ranks."""
+"""Restarts of a failed run: whether, how often, and on how many ranks."""
 
 from __future__ import annotations
 

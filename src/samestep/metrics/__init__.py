@@ -1,1 +1,1 @@
-"""Evaluation metrics, class reports and segmentation overlays."""
+"""Metrics of evaluations."""
