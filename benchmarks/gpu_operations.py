@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import ProfilerActivity, profile
 
 import samestep
-from samestep.checkpoint.state import CompleteModel
+from samestep.checkpoint.contents import SavedParameters
 from samestep.config import Reduction
 from samestep.distributed.world import World
 from samestep.global_view import world_of_process
@@ -119,7 +119,7 @@ def recipe(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], world: Wo
         world=world,
         recipe=settings,
         scheduler=LambdaLR(optimizer, lambda step: 1.0),
-        parameters=CompleteModel(model),
+        parameters=SavedParameters(model),
     )
     whole = RecipeBatch(batch, torch.arange(len(batch[1])), [])
     return lambda: driver.step(whole)
