@@ -56,6 +56,7 @@ from samestep.zoo.options import call, returned, takes, unknown_option
 from samestep.zoo.splits import Splits
 
 # Short names and import paths.
+# Texts, not functions: data of images import torchvision, which other recipes do not need.
 DATA = {
     "digits": "samestep.zoo.digits:load_digits",
     "images": "samestep.zoo.images:load_images",
@@ -194,6 +195,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         )
     model = _parallel_model(model, recipe, world)
     kind = find(recipe.optimizer.name, OPTIMIZERS, "optimizer")
+    # After the division, which can replace parameters: the optimizer has those of this rank.
     optimizer = build_optimizer(recipe.optimizer, kind, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += apply_layer_decay(optimizer, recipe.optimizer)
@@ -204,6 +206,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         loss,
         world=world,
         recipe=recipe,
+        # After all changes of rates: `LambdaLR` takes the present ones as those of factor 1.
         scheduler=LambdaLR(optimizer, factor),
         parameters=divided_parameters(model) or SavedParameters(model),
         accuracies=[metric for metric in metrics if isinstance(metric, Accuracy)],
@@ -281,7 +284,7 @@ def _loaders(
     options: dict[str, Any] = {
         "seed": recipe.step.seed,
         "num_workers": workers,
-        "persistent_workers": workers > 0,
+        "persistent_workers": workers > 0,  # torch refuses True without workers
     }
     train = loader(
         IndexedSamples(splits.train, skips=skips),

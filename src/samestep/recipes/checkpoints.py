@@ -88,6 +88,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         """Whether the epochs of `stop.patience` have passed without a better result."""
         patience = (self.recipe["stop"] or {}).get("patience", math.inf)
         epochs = self._batches.cursor.epoch - self.best_epoch
+        # An evaluation that is due can still have a better result.
         return epochs >= patience and not self.awaits_evaluation
 
     @property
@@ -203,8 +204,9 @@ class RecipeCheckpoints(LoopCheckpoints):
     @property
     def is_due(self) -> bool:
         """Whether to save after the step of the batch that was read last."""
+        # The end of an epoch is saved after the evaluation, which can make the checkpoint the best.
         ends_epoch = not self._batches.cursor.samples
-        step = self._driver.steps + 1
+        step = self._driver.steps + 1  # the step of this batch is not counted yet
         return self._every is not None and not ends_epoch and step % self._every == 0
 
     def is_best(self, values: Mapping[str, float]) -> bool:
@@ -240,6 +242,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             yield
         except InputError as error:
             is_divided = self._driver.local_parameters.is_divided
+            # Not before the first step: the seed gives the same state.
             if self._driver.steps and not is_divided and self._world.is_main:
                 try:
                     self.save()

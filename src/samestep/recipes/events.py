@@ -90,6 +90,7 @@ class TrainingEvents:
         self._epochs = epochs
         # Only rank 0 computes a checksum, and parts of a model are on other ranks.
         is_whole = not built.driver.local_parameters.is_divided
+        # Not without the file of events: a checksum reads the whole state.
         has_file = "jsonl" in options.loggers
         self._checksum_every = options.checksum_every * (is_whole and has_file)
         self._skipped: dict[str, list[str]] = {"training": [], "evaluation": []}
@@ -168,7 +169,7 @@ class TrainingEvents:
 
     def _log_skipped(self, split: str) -> None:
         """Log the samples of a split that were left out since the last call."""
-        samples = sorted(self._skipped[split])
+        samples = sorted(self._skipped[split])  # the order of an epoch is random
         self._skipped[split] = []
         if not samples:
             return

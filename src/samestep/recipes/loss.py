@@ -119,6 +119,7 @@ def first_batch(name: str, data: Any) -> Iterator[None]:
         if not is_misfit or any(is_other(error) for is_other in others):
             raise
         frames = traceback.extract_tb(error.__traceback__)
+        # The last line outside of torch: that of the component that called torch.
         own = [frame for frame in frames if "/torch/" not in frame.filename]
         place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}"
         reason = f"{class_name(error)}: {reason_of(message_of(error)[:_MAX_REASON])}"

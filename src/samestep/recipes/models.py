@@ -255,5 +255,6 @@ def set_training_mode(model: nn.Module) -> None:
     model.train()
     for module in model.modules():
         are_trained = [parameter.requires_grad for parameter in module.parameters()]
+        # A norm without parameters does not show whether the part around the norm is frozen.
         if isinstance(module, _NormBase) and are_trained and not any(are_trained):
             module.eval()

@@ -62,6 +62,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[Group]:
         if not decays:
             group["weight_decay"] = 0.0
         if config.layer_decay is not None:
+            # From the last layer of the model, frozen or not: freezing changes no other rate.
             group["lr_scale"] = config.layer_decay ** (max(layers.values()) - layers[name])
         group["params"].append(parameter)
     # The rate of the first group is the one that events show.
@@ -110,7 +111,7 @@ def scale_rates(
             group["lr"] = before * batch_size / base
             factor = f"{batch_size}/{base}"
         lines.append(f"learning rate {group['lr']:.6g} = {before:.6g} x {factor} ({config.rule})")
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(lines))  # once each: most groups have the same rate
 
 
 def apply_layer_decay(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[str]:
@@ -145,11 +146,13 @@ def schedule_factor(
 
     def factor(step: int) -> float:
         if step < warmup:
+            # Not from 0: the first step would change nothing.
             return (step + 1) / warmup
         if schedule.name == "constant":
             return 1.0
         if schedule.name == "step":
             return schedule.gamma ** (step // period)
+        # After the last step, the scheduler computes the rate of one step more.
         progress = min(1.0, (step - warmup) / decay)
         remaining = 1 - progress
         if schedule.name == "cosine":

@@ -166,6 +166,7 @@ class _ClassCounts(ConfusionMatrix):
     def value(self, counts: torch.Tensor) -> float:
         if counts.dim() == 1:
             counts = counts.view(2, 2)
+        # Kept for the report: an evaluation returns one number for each metric.
         self.matrix = counts.tolist()
         return averages(class_rows(self.matrix, [""] * len(self.matrix)))[self.name]
 
@@ -234,6 +235,7 @@ def _draw_samples(
                 numbers = torch.stack([true, scores.argmax(dim=1)], dim=1)
                 pairs = device_reads.copy(numbers).tolist()
             for position, pair in zip(positions, pairs, strict=True):
+                # Ignored targets are no class.
                 texts = [names.get(number, "none") for number in pair]
                 entry = dict(zip(("class", "prediction"), texts, strict=False))
                 if text_of is not None:

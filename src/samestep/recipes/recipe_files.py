@@ -114,6 +114,7 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
     """Return the resolved recipe as plain data, with all defaults."""
+    # By way of JSON: tuples become lists, as in the files with which recipes are compared.
     data: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
     return data
 

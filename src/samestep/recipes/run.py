@@ -73,6 +73,7 @@ def train(
         folder, log, missing = _open_writers(run, options, world, first_step)
         checkpoints = RecipeCheckpoints(folder, built, recipe, options, log)
         events = TrainingEvents(log, built, recipe.epochs, options)
+        # Before the record of the start: a resumption that is refused is no start.
         if checkpoint is not None:
             checkpoints.resume(checkpoint, accept_changes=accept_changes)
         if world.is_main:
@@ -148,7 +149,7 @@ def fit(
                 stopped = evaluation is None
                 if evaluation is not None:
                     values = evaluation
-                    events.log_epoch(values, checkpoints)
+                    events.log_epoch(values, checkpoints)  # before the save, which ends the mean
                     checkpoints.save(values)
                     if checkpoints.patience_is_over and batches.cursor.epoch < epochs:
                         events.log_early_stop(checkpoints)
@@ -208,6 +209,7 @@ def _build(recipe: Recipe, options: RunOptions, world: World, run: Path, *, is_n
         recipe = without_pretrained(recipe)
     with RunLogger(loggers):
         built = build(recipe, options, world)
+    # After the build, which imports the modules that the recipe names.
     process_state.source_files.check_ranks(world)
     return built
 
@@ -301,6 +303,7 @@ def evaluate(
         DataError: the data have other classes.
     """
     with start_world(recipe, options) as world:
+        # Without `ema`: the driver would evaluate an average of its own, that of initial weights.
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
         own = built.splits.classes
         if classes is not None and list(own) != list(classes):

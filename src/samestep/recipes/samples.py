@@ -77,6 +77,7 @@ class IndexedCollate:
         usable = [(index, sample) for index, sample in samples if not isinstance(sample, _Unusable)]
         data = self._collate([sample for _, sample in usable]) if usable else None
         skipped = [sample.text for _, sample in samples if isinstance(sample, _Unusable)]
+        # With a type: an empty list would be float32.
         return RecipeBatch(
             data, torch.tensor([index for index, _ in usable], dtype=torch.int64), skipped
         )
@@ -122,5 +123,6 @@ def pair_of(data: Any) -> tuple[Any, Any]:
 
 def complete_epoch(batches: WholeBatches) -> Generator[RecipeBatch]:
     """Yield all batches of the first epoch, for an evaluation."""
+    # Draws of a sample depend on the epoch: every evaluation has the same.
     batches.cursor = Cursor()
     yield from batches

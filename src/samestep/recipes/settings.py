@@ -67,6 +67,7 @@ def full_key(data: Mapping[str, Any], key: str, text: str = "VALUE") -> str:
     Raises:
         RecipeError: several keys end in the short one.
     """
+    # Full already: options of components are keys that no class lists.
     if key.partition(".")[0] in names_of(Recipe):
         return key
     own = (name for name, _, _ in keys_of(Recipe))
@@ -149,6 +150,7 @@ def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]
 
 def descriptions(kind: type) -> dict[str, str]:
     """Return the descriptions of the fields of a class by name, from docstrings."""
+    # Base classes first: the text of a class replaces theirs.
     documents = [base.__dict__.get("__doc__") or "" for base in reversed(kind.__mro__)]
     matches = [match for document in documents for match in _ATTRIBUTE.findall(document)]
     return {name: " ".join(text.split()) for name, text in matches}
@@ -165,7 +167,7 @@ def recipe_schema() -> str:
         texts = descriptions(kinds[name])
         section["description"] = (kinds[name].__doc__ or "").partition("\n")[0]
         for key, value in section["properties"].items():
-            value.pop("title", None)
+            value.pop("title", None)  # the name of the key once more
             if key in texts:
                 value["description"] = texts[key]
     text = json.dumps(

@@ -248,6 +248,7 @@ class Driver:
         if limit is not None:
             return full_tensor(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))
         gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+        # To the device: without gradients, torch returns a zero on the CPU.
         return full_tensor(torch.nn.utils.get_total_norm(gradients)).to(self.world.device)
 
     def _require_skip(
@@ -342,6 +343,7 @@ class Driver:
         modes = [(module, module.training) for module in self.model.modules()]
         device = self.world.device
         with averaged, torch.no_grad(), preserved_generators(device):
+            # Without the step: `samestep eval` draws as the evaluations in training do.
             seed_generators(derive_seed("evaluation", self._config.seed, 0, 0), device)
             self.model.eval()
             try:
@@ -390,7 +392,7 @@ class AveragedWeights:
         # The schedule of TensorFlow's ExponentialMovingAverage with `num_updates`.
         decay = min(self._decay, (1 + step) / (10 + step))
         current = [parameter.detach() for parameter in self._trained]
-        if current:
+        if current:  # a rank can have no trained parameters; torch refuses empty lists
             torch._foreach_lerp_(list(self.tensors.values()), current, 1 - decay)
 
     @contextmanager
@@ -428,6 +430,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     """Return the autocast context of a precision."""
     if (dtype := _AUTOCAST[precision]) is None and not torch.is_autocast_enabled(device.type):
         return nullcontext()
+    # Also `fp32`: the autocast of a caller would change the precision of the recipe.
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 

@@ -66,6 +66,7 @@ def _is_well_known(section: str, name: str) -> bool:
     # A folder of this name in the current folder is not the package.
     folders = [path for path in sys.path if path and Path(path) != Path.cwd()]
     package = re.split(r"\W", name)[0]
+    # Found, not imported: an import would run the code.
     return PathFinder.find_spec(package, folders) is not None
 
 
@@ -160,12 +161,14 @@ def _mark(token: str, recipe: Recipe) -> Path:
         for section in foreign_paths(recipe)
     }
     content = [token, components]
+    # Sorted: the order of keys in a recipe has no meaning.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return state_folder() / f"trusted-{digest}"
 
 
 def _require_private(path: Path) -> None:
     """Require that no other account can write to a folder, or has put one there."""
+    # Of a link itself, which another account could have put there.
     status = path.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OSError(errno.EPERM, "others can use it, or it belongs to others", str(path))

@@ -63,6 +63,7 @@ def _refuse(loader: _Loader, node: Any) -> None:
 
 
 _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
+# Without dates, sets and binary values, which JSON does not have.
 _Loader.yaml_constructors = {
     tag: constructor
     for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
