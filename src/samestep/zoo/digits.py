@@ -51,6 +51,7 @@ def load_digits(*, shift: int = 1) -> Splits:
     rows = numpy.loadtxt(_TABLE, delimiter=",")
     images = torch.tensor(rows[:, :64], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     labels = torch.tensor(rows[:, 64], dtype=torch.int64)
+    # Not a permutation of NumPy, which other versions may draw in another way.
     order = torch.from_numpy(shuffled_order(len(images), seed=_SPLIT_SEED, epoch=0))
     validation = order[:_VALIDATION]
     train = order[_VALIDATION:]

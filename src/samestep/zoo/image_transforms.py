@@ -118,6 +118,7 @@ class ImageTransforms:
         ]
         if augment.randaugment is not None:
             steps.append(
+                # One more: magnitudes begin at 0.
                 v2.RandAugment(2, augment.randaugment, num_magnitude_bins=_MAX_MAGNITUDE + 1)
             )
         steps += self._normalized()

@@ -66,6 +66,7 @@ def load_images(
     transforms = validated(ImageTransforms, options, loader=load_images)
     classes, train = _scan(Path(path))
     if evaluation_path is None:
+        # Without the path of the folder: data that move keep the split.
         names = [Path(str(sample.source)).relative_to(path).as_posix() for sample in train]
         train, validation = _split(train, names, evaluation_fraction, classes)
     else:
@@ -175,6 +176,7 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
     """Return the class names and the images of a folder of class folders."""
     require_path(root, "folder", "data.options.path is a folder of class folders")
     folders = [entry.name for entry in root.iterdir() if entry.is_dir()]
+    # Sorted: class numbers must not depend on the order of a disk.
     classes = sorted(name for name in folders if not name.startswith("."))
     if len(classes) < 2:
         raise _invalid_classes(

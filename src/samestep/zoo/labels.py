@@ -156,6 +156,7 @@ def _row(where: str, values: Mapping[Any, Any], text_column: str, label_column: 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     csv.field_size_limit(_MAX_CELL)
+    # Spreadsheets write a mark of the encoding, which would be part of the first column name.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         for values in reader:
@@ -165,6 +166,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[Any, Any]]]:
 def _txt_rows(path: Path) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
+            # From the right: a path can contain spaces.
             cells = line.strip().rsplit(maxsplit=1)
             if cells:
                 yield f"{path}, line {number}", dict(zip(("path", "label"), cells, strict=False))

@@ -79,6 +79,7 @@ class Blocks:
 
     def __getitem__(self, index: int) -> Sample:
         start = index * self._block_size
+        # A copy: the map cannot be written, and embeddings take int64.
         block = torch.from_numpy(self.tokens[start : start + self._block_size + 1].astype("int64"))
         return block[:-1], block[1:]
 
@@ -142,6 +143,7 @@ def language_task(
     encoder = read_tokenizer(tokenizer)
 
     def read(path: Path) -> torch.Tensor:
+        # The end of the text: the answer is the token after the text.
         return as_tokens(tokens_of(path.read_bytes(), path, encoder)[-block_size:], path)
 
     return Task(
@@ -268,8 +270,9 @@ def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
         DataError: a document is not text, or the tokenizer has no end token.
     """
     kind = "u2" if tokenizer.size <= 2**16 else "u4"
-    dtype = numpy.dtype(f"<{kind}")
+    dtype = numpy.dtype(f"<{kind}")  # machines can share the file
     contents = [(document.name, document.digest) for document in documents]
+    # The end token too: Samestep selects one, by `_ENDS`.
     key = [_CACHE_FORMAT, tokenizer.digest, tokenizer.end, contents]
     path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.{kind}"
     if not path.exists():
@@ -278,7 +281,7 @@ def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
             for row in _encoded(documents, tokenizer):
                 file.write(numpy.array(row, dtype=dtype).tobytes())
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the renaming, which could reach the disk first
     if not path.stat().st_size:
         return numpy.zeros(0, dtype=dtype)  # an empty file cannot be mapped
     return numpy.memmap(path, dtype=dtype, mode="r")
@@ -335,6 +338,7 @@ def make_lines(count: int) -> list[str]:
 
 def collate_padded(samples: list[Sample]) -> Sample:
     """Return inputs and targets padded to the longest sample; targets are padded with `IGNORED`."""
+    # Any token: causal models ignore later ones, and the targets there are not counted.
     inputs = pad_sequence([sample[0] for sample in samples], batch_first=True)
     targets = [sample[1] for sample in samples]
     return inputs, pad_sequence(targets, batch_first=True, padding_value=IGNORED)
@@ -342,9 +346,11 @@ def collate_padded(samples: list[Sample]) -> Sample:
 
 def _random_numbers() -> Iterator[int]:
     """Yield the upper half of each state of Knuth's 64-bit linear congruential generator MMIX."""
+    # Not a generator of a library: versions of Python and torch would draw other lines.
     state = 1
     while True:
         state = (6364136223846793005 * state + 1442695040888963407) % 2**64
+        # The lower bits have short periods, and most draws are remainders of small numbers.
         yield state >> 32
 
 

@@ -24,7 +24,7 @@ _Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Byte = Annotated[int, Field(ge=0, le=255)]
 _Color = tuple[_Byte, _Byte, _Byte]
 _Values = tuple[_Number, ...] | tuple[_Color, ...]
-ClassNumbers = NDArray[numpy.int16]
+ClassNumbers = NDArray[numpy.int16]  # signed, for `IGNORED`
 
 _MAX_LISTED = 10  # files without a partner in an error
 
@@ -164,6 +164,7 @@ class MaskCode:
         if self.has_colors:
             packed = (packed[..., 0] << 16) | (packed[..., 1] << 8) | packed[..., 2]
         known = numpy.array(list(self._numbers), dtype=numpy.int64)
+        # The index of a value above all known ones is one after the last.
         indices = numpy.searchsorted(known, packed).clip(max=len(known) - 1)
         unknown = packed[known[indices] != packed]
         if unknown.size:
@@ -205,6 +206,7 @@ def read_mask(path: Path, code: MaskCode) -> ClassNumbers:
 def _integers(image: Image.Image) -> NDArray[Any]:
     values = numpy.asarray(image)
     if values.ndim == 3:  # channels of equal values
+        # Without the opacity of RGBA.
         if (values[..., :3] != values[..., :1]).any():
             raise ValueError(
                 "the mask has colors; set data.options.mask_values to colors: "

@@ -40,6 +40,7 @@ _KINDS = {
     ),
     "language": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
 }
+# Defaults of a class are numbers of another vocabulary than that of the data.
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 

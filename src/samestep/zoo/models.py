@@ -74,6 +74,7 @@ class GPT(nn.Module):
         """
         positions = _positions(tokens, self.block_size)
         features = self.ln_f(self.blocks(self.dropout(self.wte(tokens) + self.wpe(positions))))
+        # Not a layer with the same weight, which state dicts would have under two names.
         return functional.linear(features, self.wte.weight).transpose(1, 2)
 
 
@@ -152,6 +153,7 @@ def causal_attention(
         scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[3])
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         attention = functional.softmax(scores.masked_fill(future, float("-inf")), dim=3)
+        # By the probability: the caller passes 0 in evaluation.
         values = functional.dropout(attention, dropout, training=dropout > 0) @ value
     return values.transpose(1, 2).flatten(2)
 
@@ -314,6 +316,7 @@ class UNet(nn.Module):
         # Batch norm of one sample needs at least two positions per channel at the lowest level.
         padded = [max(2, -(-side // self._step)) * self._step for side in sides]
         padding = []
+        # `pad` begins with the last dimension.
         for side, size in zip(sides[::-1], padded[::-1], strict=True):
             padding += [0, size - side]
         features = [self.stem(functional.pad(images, padding))]

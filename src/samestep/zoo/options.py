@@ -56,6 +56,7 @@ def call(
     try:
         return function(*arguments, **options)
     except (LookupError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+        # Without options, the fault is not in the recipe.
         if not options or not is_library or is_out_of_memory(error):
             raise
         message = next(iter(message_of(error).strip().splitlines()), "")
@@ -96,6 +97,7 @@ def validated(
         return TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
+        # Other parts are positions in lists, and names of alternative types.
         names = [part for part in first["loc"] if isinstance(part, str) and part.isidentifier()]
         key = ".".join(["data.options", *names])
         if first["type"] == "unexpected_keyword_argument":
@@ -119,6 +121,7 @@ def validated(
 
 def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None:
     """Require a boolean for `bool`, because all text is true, and text for `str`."""
+    # By the text: modules of the package do not evaluate their annotations.
     kind = {"bool": bool, "str": str, "str | None": str}.get(str(parameter.annotation))
     if value is None or kind is None or isinstance(value, kind):
         return
@@ -201,6 +204,7 @@ def import_optional(module: str, needed_by: str) -> Any:
     Raises:
         RecipeError: the library is not installed.
     """
+    # Libraries such as timm import torchvision.
     make_torchvision_importable()
     require_package(needed_by, module.partition(".")[0], "'samestep[zoo]'")
     return import_module(module)

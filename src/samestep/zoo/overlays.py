@@ -131,6 +131,7 @@ def scaled_image(pixels: torch.Tensor) -> Image.Image:
     """Return `pixels` `(channels, H, W)`, scaled from the least to the largest value."""
     low = pixels.min()
     high = pixels.max()
+    # At least a small range: all pixels can be equal.
     scaled = ((pixels - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
     channels = scaled if scaled.shape[0] == 3 else scaled[:1].expand(3, -1, -1)
     return Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy())

@@ -207,6 +207,7 @@ def _array(name: Any, value: Any) -> NDArray[Any]:
     size = math.prod(shape) * numpy_dtype.itemsize if is_shape else -1
     if not isinstance(content, bytes | bytearray) or len(content) != size:
         raise ValueError(f"{name} has another amount of data than its shape")
+    # A copy in the byte order of this machine: the buffer of a file cannot be written.
     flat = numpy.frombuffer(content, numpy_dtype).astype(numpy_dtype.newbyteorder("="))
     memory_order: Literal["F", "C"] = "F" if is_fortran else "C"
     return flat.reshape(shape, order=memory_order)

@@ -99,6 +99,7 @@ class JointTransform:
         return result
 
     def _apply(self, image: Image.Image, mask: ClassNumbers) -> tuple[torch.Tensor, torch.Tensor]:
+        # With these types, both have one crop and flip, and masks are resized to the nearest value.
         pixels = tv_tensors.Image(functional.pil_to_tensor(image))
         numbers = tv_tensors.Mask(torch.from_numpy(mask))
         pixels, numbers = self._transform(pixels, numbers)
@@ -192,6 +193,7 @@ def segmentation_task(
 
     def picture(path: Path, outputs: torch.Tensor) -> Image.Image:
         image = read_image(path)
+        # Classes of a crop are those of the center; others are scaled to the whole image.
         if fit == "crop":
             image = transform.resized(image)
         return blended(image, class_map(outputs), is_binary=len(classes) == 1)

@@ -168,6 +168,7 @@ def require_fraction(fraction: float) -> None:
 
 def hash_fraction(key: str) -> float:
     """Return a number in [0, 1) that is a function of `key` alone."""
+    # Not `hash`, which has another seed in each process.
     content = key.encode(errors="surrogatepass")  # a file name can have bytes that are not UTF-8
     # 48 bits: a float has them all.
     return int.from_bytes(hashlib.sha256(content).digest()[:6]) / 2**48

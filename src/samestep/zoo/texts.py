@@ -58,6 +58,7 @@ def load_texts(
         InputError: a file is missing or damaged, or an option is invalid.
     """
     require_fraction(evaluation_fraction)
+    # At least one token of the text between two special tokens.
     require_count("longest", longest, 3, 512)
     encoder = read_tokenizer(tokenizer, longest)
     read = partial(
@@ -68,7 +69,7 @@ def load_texts(
         labels = {row.label for row in rows if row.label}
         classes = sorted(labels)
         if all(label.isdecimal() for label in labels):
-            classes = sorted(labels, key=int)
+            classes = sorted(labels, key=int)  # 10 comes after 9
     names = class_names(classes)
     if evaluation_path is None:
         # Rows without a text would all have the same key.
@@ -82,6 +83,7 @@ def load_texts(
     if group_by_length:
         # In characters, an estimate of the number of tokens.
         lengths = [[len(row.text) for row in part] for part in (train_rows, validation_rows)]
+    # A tokenizer without a padding token has a number after its own for padding.
     vocabulary = max(encoder.size, encoder.padding + 1)
     return Splits(
         train=Texts(train_rows, encoder, names),
@@ -104,6 +106,7 @@ def text_task(
 
     def read(path: Path) -> Inputs:
         with file_errors(path, "text in UTF-8"):
+            # A file ends with a line break, and the texts of a table do not.
             text = path.read_text(encoding="utf-8").strip()
         framed = encoder.encode_framed(text) if text else []
         tokens = as_tokens(framed, path)

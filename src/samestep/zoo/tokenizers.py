@@ -79,9 +79,10 @@ class FileTokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, max_tokens: int | None = None) -> None:
         numbers = backend.get_vocab(with_added_tokens=True)
         names = {token: name for name, token in numbers.items()}
-        padding = backend.padding
+        padding = backend.padding  # which `no_padding` removes
         backend.no_padding()
         backend.no_truncation()
+        # After both are off: settings without an effect are not part of the hash.
         self.digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
         # Not the number of names: numbers can have gaps.
         self.size = max(names) + 1
@@ -128,6 +129,7 @@ def read_tokenizer(path: str | None, max_tokens: int | None = None) -> Tokenizer
     library = import_optional(name, f"tokenizer {path}")
     try:
         if is_folder:
+            # Nothing is downloaded, and no code of the folder runs.
             options = {"local_files_only": True, "trust_remote_code": False}
             backend = library.AutoTokenizer.from_pretrained(path, **options).backend_tokenizer
         else:
