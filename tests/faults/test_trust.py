@@ -132,6 +132,18 @@ def test_options_that_open_something_are_foreign(opens: str, record_fault: Recor
     record_fault(f"a run of a stranger names {opens}: {name}", "exit code 2")
 
 
+def test_trust_is_that_of_all_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    given, other = (
+        load_recipe("digits", ["model.name='timm:resnet10t'", f"model.options={{pretrained: true, file: '{file}'}}"])
+        for file in ("mine", "theirs")
+    )
+    with pytest.raises(InputError) as error:
+        require_trusted(tmp_path, other, trust=given)
+    assert error.value.code == "E_UNTRUSTED"
+    require_trusted(tmp_path, other, trust=other)
+
+
 def test_plain_options_need_no_trust() -> None:
     options = {"dropout": 0.1, "pretrained": False, "sizes": [1, 2], "nested": {"a": None}}
     assert not foreign_paths(load_recipe("digits", [f"model.options={json.dumps(options)}"]))

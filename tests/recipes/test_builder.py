@@ -12,12 +12,15 @@ from torch import nn
 from helpers.system import here
 from samestep.config import RecipeStep
 from samestep.errors import EXIT_INPUT, DataError, RecipeError
-from samestep.recipes.builder import DATA, LOSSES, MODELS, find
+from samestep.recipes.builder import DATA, LOSSES, MODELS, build_loss, find
 from samestep.recipes.models import freeze, load_matching, transform_model
 from samestep.recipes.optimizers import OPTIMIZERS
+from samestep.recipes.recipe_files import load_recipe
 from samestep.zoo.digits import DigitsNet, load_digits
 from samestep.zoo.losses import cross_entropy
 from samestep.zoo.options import call
+
+SIZES = "loss.options={in_features: 8, n_classes: 10, cutoffs: [4]}"
 
 # --- weights ---------------------------------------------------------------------------------------------
 
@@ -34,6 +37,28 @@ def saved(path: Path, state: dict[str, torch.Tensor]) -> Path:
     else:
         torch.save(state, path)
     return path
+
+
+def test_weights_of_classes_are_numbers_of_the_losses_of_torch() -> None:
+    for name in ("torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"):
+        recipe = load_recipe("digits", [f"loss.name='{name}'", "loss.options.weight=[1, 5]"])
+        loss = build_loss(recipe, torch.device("cpu"))
+        logits = torch.tensor([[0.2, 0.4], [1.0, -1.0]])
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1]), torch.tensor([1.0, 5.0]))
+        assert loss(logits, torch.tensor([0, 1])) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (["loss.options.reduction=sum", "accumulate=2"], "E_INCOMPATIBLE"),
+        (["loss.name='torch.nn:AdaptiveLogSoftmaxWithLoss'", SIZES], "E_OPTIMIZER"),
+    ],
+)
+def test_loss_that_cannot_be_trained_with_is_refused(settings: list[str], code: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        build_loss(load_recipe("digits", ["loss.name='torch.nn:CrossEntropyLoss'", *settings]), torch.device("cpu"))
+    assert error.value.code == code
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pth", "a.pt"])

@@ -55,6 +55,17 @@ def test_lists_of_paddlevit(folder: Path) -> None:
         splits.evaluation[1]
 
 
+def test_damaged_class_numbers_are_bad_samples(folder: Path) -> None:
+    text = "".join(f"{number}.png {number % 2}\n" for number in range(10)) + f"10.png {'9' * 5000}\n11.png 99999999\n"
+    (folder / "list.txt").write_text(text, encoding="utf-8")
+    splits = load_image_list(str(folder / "list.txt"), evaluation_path=str(folder / "list.txt"), **SMALL)
+    assert splits.classes == ("0", "1")
+    for number in (10, 11):
+        with pytest.raises(DataError) as error:
+            splits.train[number]
+        assert error.value.code == "E_CLASSES"
+
+
 def test_entries_of_a_list(folder: Path) -> None:
     splits = load_image_list(write_list(folder / "list.csv", ROWS), **SMALL)
     assert splits.classes == ("cat", "dog", "owl")
@@ -121,6 +132,7 @@ def test_label_that_is_no_class_is_refused(folder: Path, classes: list[str], lab
     [
         ("a.csv", "file,label\n0.png,cat\n", "E_UNKNOWN_NAME"),
         ("a.csv", "path,label\n0.png,cat\n1.png,cat\n", "E_CLASSES"),
+        ("a.txt", "0.png\n1.png\n", "E_UNKNOWN_NAME"),
         ("a.csv", "path,label\n", "E_UNREADABLE"),
         ("a.csv", 'path,label\n"0.png,cat\n', "E_UNREADABLE"),
         ("a.csv", b"path,label\n\xff\xfe,cat\n", "E_UNREADABLE"),

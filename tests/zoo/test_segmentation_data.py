@@ -109,6 +109,7 @@ HALF = numpy.array([[0, 0, 1, 1]] * 3, numpy.uint8)
         (HALF.astype(numpy.uint16), None),
         (HALF * 255, "RGB"),
         (HALF * 255, "RGBA"),
+        (HALF * 255, "LA"),
     ],
 )
 def test_binary_mask_formats(tmp_path: Path, values: Any, mode: str | None) -> None:

@@ -176,7 +176,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     """Return the objects of a recipe, in the world of `start_world`. A collective operation."""
     recipe = recipe.with_microbatches()
     splits = _splits(recipe.data)
-    loss = RecipeLoss(_loss(recipe.loss))
+    loss = RecipeLoss(build_loss(recipe, world.device))
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
     model, notes = build_model(recipe, splits.classes, splits.model_options)
     # A file can differ between machines; other initial weights are a function of the seed.
@@ -305,14 +305,37 @@ def _loaders(
     return train, evaluation
 
 
-def _loss(config: NamedConfig) -> LossFunction:
+def build_loss(recipe: Recipe, device: torch.device) -> LossFunction:
+    """Return the loss function of a recipe, with class weights on a device.
+
+    Raises:
+        RecipeError: the loss cannot be trained with, or not with the other settings.
+    """
+    config = recipe.loss
     function = find(config.name, LOSSES, "loss")
-    options = config.options
+    options = dict(config.options)
+    if options.get("reduction") == "sum" and recipe.accumulate > 1:
+        raise RecipeError(
+            f"loss.options.reduction is 'sum' and accumulate is {recipe.accumulate}",
+            expected="the mean over a batch: parts of a batch are weighted by their targets",
+            fix="remove loss.options.reduction, or set accumulate: 1",
+            code="E_INCOMPATIBLE",
+        )
     if function.__module__.startswith("torch.nn."):  # the weights of PyTorch's losses are tensors
-        lists = {key: value for key, value in options.items() if isinstance(value, list)}
-        options = {**options, **{key: torch.tensor(value) for key, value in lists.items()}}
+        for key in ("weight", "pos_weight"):
+            if isinstance(options.get(key), list):
+                # Float, whatever the numbers: torch refuses integers.
+                options[key] = torch.tensor(options[key], dtype=torch.float32, device=device)
     if isinstance(function, type):  # a criterion class, such as torch.nn:CrossEntropyLoss
-        return call(function, options, where="loss.options")  # type: ignore[no-any-return]
+        criterion = call(function, options, where="loss.options")
+        if any(parameter.requires_grad for parameter in getattr(criterion, "parameters", list)()):
+            raise RecipeError(
+                f"loss {config.name!r} has parameters, which no optimizer updates",
+                expected="a loss without parameters: those of the model are trained",
+                fix="make the parameters a part of the model, or set requires_grad to False",
+                code="E_OPTIMIZER",
+            )
+        return criterion  # type: ignore[no-any-return]
     for key in options:
         if not takes(function, key):
             names = list(inspect.signature(function).parameters)[2:]  # after outputs and targets

@@ -184,8 +184,7 @@ def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, A
             expected=f"1 to {MAX_CLASSES:,} classes for a report by class",
             fix="omit --report",
         )
-    ignored = recipe.loss.options.get("ignore_index", -100)
-    counts = _ClassCounts("balanced_accuracy", len(classes), ignored)
+    counts = _ClassCounts("balanced_accuracy", len(classes), built.driver.ignore_index)
     values = evaluated(built, [*built.metrics, counts])
     if len(classes) == 1:  # binary segmentation
         classes = ["background", *classes]

@@ -165,6 +165,11 @@ class Driver:
         skipped = not is_finite
         return StepResult(self.steps, loss_value, weight_value, rate, norm_value, skipped, hits)
 
+    @property
+    def ignore_index(self) -> int:
+        """Value of the targets that are not counted."""
+        return self._loss.ignore_index
+
     def on_device(self, batch: RecipeBatch) -> tuple[Any, Any]:
         """Return inputs and targets of a batch on the device of this rank."""
         data = move(batch.data, self.world.device)
@@ -246,10 +251,12 @@ class Driver:
     def _clipped_norm(self) -> torch.Tensor:
         limit = self._config.clip_norm
         if limit is not None:
-            return full_tensor(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))
-        gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+            norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), limit)
+        else:
+            gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
         # To the device: without gradients, torch returns a zero on the CPU.
-        return full_tensor(torch.nn.utils.get_total_norm(gradients)).to(self.world.device)
+        return full_tensor(norm).to(self.world.device)
 
     def _require_skip(
         self, data: tuple[Any, Any], samples: torch.Tensor, *, is_loss_finite: bool

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -41,20 +41,20 @@ _WELL_KNOWN = {
 def foreign_paths(recipe: Recipe) -> dict[str, str]:
     """Return the names in a recipe that may be code of its author, by section.
 
-    A well-known model is named with its first option that can open a file or an address. Options of
-    data name their files, which run no code.
+    A well-known model is named with the options that can open a file or an address. Options of data
+    name their files, which run no code.
     """
     components = {}
     for section in _SECTIONS:
         component = getattr(recipe, section)
         name = str(component.name)
-        opening = ""
+        opening: list[str] = []
         if section == "model":
-            opening = _opening_option(component.options)
+            opening = list(_opening_options(component.options))
         if not _is_well_known(section, name):
             components[section] = name
         elif opening:
-            components[section] = f"{name} with {opening}"
+            components[section] = f"{name} with {', '.join(opening)}"
     return components
 
 
@@ -70,8 +70,8 @@ def _is_well_known(section: str, name: str) -> bool:
     return PathFinder.find_spec(package, folders) is not None
 
 
-def _opening_option(options: Mapping[str, Any]) -> str:
-    """Return the first of nested options that is text or true, with its value; empty for none.
+def _opening_options(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield nested options that are text or true, with their values.
 
     Text can be a path, an address or the name of an encoder on the Hugging Face Hub; `true` can
     select pretrained weights.
@@ -79,10 +79,9 @@ def _opening_option(options: Mapping[str, Any]) -> str:
     for key, value in options.items():
         for one in value if isinstance(value, list) else [value]:
             if one is True or (isinstance(one, str) and one):
-                return f"{key}={json.dumps(one)}"
-            if isinstance(one, Mapping) and (inner := _opening_option(one)):
-                return f"{key}.{inner}"
-    return ""
+                yield f"{key}={json.dumps(one)}"
+            if isinstance(one, Mapping):
+                yield from (f"{key}.{inner}" for inner in _opening_options(one))
 
 
 def remember(folder: Path, recipe: Recipe) -> None:

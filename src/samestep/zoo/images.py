@@ -19,6 +19,7 @@ from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
 from samestep.zoo.options import unusable, validated
 from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
 
+_MAX_DIGITS = 6  # of a class number
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
@@ -120,9 +121,11 @@ def load_image_list(
     )
     rows = read(path)
     texts = sorted({row.label for row in rows} - {""})
-    if Path(path).suffix.lower() == ".txt":
-        largest = max((int(label) for label in texts if label.isdecimal()), default=-1)
-        texts = [str(number) for number in range(largest + 1)]
+    if classes is None and Path(path).suffix.lower() == ".txt":
+        # A damaged row can have any number of digits; the row is then a bad sample.
+        usual = [label for label in texts if label.isdecimal() and len(label) <= _MAX_DIGITS]
+        largest = max(map(int, usual), default=-1)
+        classes = [str(number) for number in range(largest + 1)]
     if classes is None:
         classes = texts
     names = class_names(classes)

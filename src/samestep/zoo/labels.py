@@ -132,7 +132,7 @@ def read_table(path: str, text_column: str, label_column: str, option: str) -> l
     names = dict.fromkeys(name for _, values in rows for name in values)
     columns = {option: text_column, "label_column": label_column}
     missing = {key: name for key, name in columns.items() if name not in names}
-    if missing and file.suffix.lower() != ".txt":
+    if missing:
         raise DataError(
             f"{path} has no column {', '.join(missing.values())}",
             expected=f"columns among {', '.join(map(str, names))}",

@@ -184,7 +184,8 @@ def _class_weights(
 
 
 def _require_number(name: str, value: float, most: float = math.inf) -> None:
-    if not isinstance(value, int | float) or not 0 <= value <= most:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= most:
         expected = "a number of at least 0"
         if most < math.inf:
             expected = f"a number from 0 to {most:g}"

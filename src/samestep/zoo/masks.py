@@ -206,8 +206,9 @@ def read_mask(path: Path, code: MaskCode) -> ClassNumbers:
 def _integers(image: Image.Image) -> NDArray[Any]:
     values = numpy.asarray(image)
     if values.ndim == 3:  # channels of equal values
-        # Without the opacity of RGBA.
-        if (values[..., :3] != values[..., :1]).any():
+        if image.mode in ("LA", "RGBA"):
+            values = values[..., :-1]  # without the opacity
+        if (values != values[..., :1]).any():
             raise ValueError(
                 "the mask has colors; set data.options.mask_values to colors: "
                 "[[0, 0, 0], [255, 0, 0]]"
