@@ -115,6 +115,7 @@ class ExactReduction:
         flat = [part.detach().resolve_conj().resolve_neg().contiguous().view(-1) for part in parts]
         leaves = {(number, number + 1): part for number, part in zip(self.own, flat, strict=True)}
         subtrees = self._merged(leaves, torch.add)  # new tensors: the parts are not written
+        # Parts without a partner belong to the caller, and the all-reduce overwrites its operands.
         for node in subtrees.keys() & leaves.keys():
             subtrees[node] = leaves[node].clone()
         total = tree_all_reduce(self._world, self._tree, list(subtrees.values()))
@@ -141,6 +142,7 @@ class ExactReduction:
         if self._stream is None:
             return tree_all_reduce(self._world, self._tree, subtrees)
         accelerator = accelerator_module()
+        # After the gradients, which the current stream computes.
         self._stream.wait_stream(accelerator.current_stream(self._world.device))
         with accelerator.stream(self._stream):
             total = tree_all_reduce(self._world, self._tree, subtrees)
@@ -238,6 +240,7 @@ def _all_slices(
     world: World, own: torch.Tensor, slices: Sequence[slice], length: int
 ) -> torch.Tensor:
     step = slices[0].stop
+    # Longer than the vector: the last slices are shorter, and an all-gather needs equal ones.
     total = own.new_empty(step * world.size)
     row = total[step * world.rank : step * (world.rank + 1)]
     row[: own.numel()].copy_(own)
@@ -254,6 +257,7 @@ def _all_slices(
 
 
 def _peers(world: World) -> list[int]:
+    # From the next rank on: no rank receives from all others at once.
     return [(world.rank + offset) % world.size for offset in range(1, world.size)]
 
 
@@ -290,9 +294,11 @@ def _communicate_staged(world: World, sent: Messages, received: Messages) -> Non
     staged_sent = [(host_buffer(one).copy_(one, non_blocking=True), peer) for one, peer in sent]
     staged_received = [(host_buffer(tensor), peer) for tensor, peer in received]
     if pinned:
+        # gloo reads host memory at once, not in the order of the stream.
         accelerator_module().current_stream(world.device).synchronize()
     _exchange(world, staged_sent, staged_received)
     for (tensor, _), (copy, _) in zip(received, staged_received, strict=True):
+        # Torch keeps the pinned memory until the copy has ended.
         tensor.copy_(copy, non_blocking=True)
 
 

@@ -75,6 +75,7 @@ def apply_device_map(model: nn.Module, world: World) -> None:
             inside[outer].add(number)
     # Inputs move where a subtree is on one device; a module with several devices passes them on.
     mover = _Mover(devices[0])
+    # First: hooks run in the order of registration, and the model may have one of `move` itself.
     model.register_forward_pre_hook(mover.begin)
     for name, module in modules.items():
         if _own_tensors(module):

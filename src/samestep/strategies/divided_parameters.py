@@ -36,6 +36,7 @@ class DividedParameters(SavedParameters):
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         parameter = self.local[name]
+        # State of another shape has no parts, such as a number of steps.
         if not is_divided(parameter) or full.shape != parameter.shape:
             return full
         return divided_like(parameter, full)

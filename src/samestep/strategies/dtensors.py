@@ -91,6 +91,7 @@ class Division:
         return self._from_local(part.clone(memory_format=torch.contiguous_format), self.mesh)
 
     def _from_local(self, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        # `run_check` would broadcast replicated values, which are equal on all ranks.
         return DTensor.from_local(
             local, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -161,6 +162,7 @@ def compute_whole(*, is_exact: bool) -> None:
     # Torch would use its default group for this one.
     dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = _whole
     before = dispatcher._propagate_op_sharding_dispatch_slow_path
+    # Of an earlier module: one such place serves the process.
     if isinstance(before, _Propagation):
         is_exact |= before.is_exact
         before = before.before
@@ -196,6 +198,7 @@ class _Propagation:
             return operation(*arguments, **options)
         is_whole = operation in self._random
         if self.is_exact:
+            # Draws, too: they are in neither list.
             is_whole = not _has_equal_parts(operation, arguments)
         if is_whole and any(map(_has_parts, tree_leaves((arguments, options)))):
             return _whole(operation, arguments, options)
@@ -304,6 +307,7 @@ def _whole(operation: Any, arguments: Any, options: Any) -> Any:
     for one in _written(operation, arguments, options):
         if isinstance(one, DTensor):
             one._local_tensor.copy_(Division.of(one).local_part(full[id(one)]))
+            # An operation in place returns a tensor of the script, not the gathered one.
             written[id(full[id(one)])] = one
     return tree_map(lambda value: written.get(id(value), value), result)
 

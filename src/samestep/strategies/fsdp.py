@@ -90,6 +90,7 @@ class Sharded(Strategy):
             if present is None or present is one:
                 continue
             mapping[one] = present
+            # Weak: these have the memory of the full parameters.
             self._replaced[id(one)] = weakref.ref(one)
             if present.requires_grad:
                 # Not a weak reference: the parameters of a module with weak ones cannot be moved.
@@ -103,6 +104,7 @@ class Sharded(Strategy):
             for part, own_class in classes.items()
             if isinstance(part, FSDPModule)
         ]
+        # A copy of a divided module has this hook already.
         if _load_full not in module._load_state_dict_pre_hooks.values():
             module.register_load_state_dict_pre_hook(_load_full)
 
@@ -116,6 +118,7 @@ class Sharded(Strategy):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 reference = self._replaced.get(id(parameter))
+                # By identity, too: a later object can have the id of a freed one.
                 if reference is not None and reference() is parameter:
                     raise InputError(
                         f"{type(optimizer).__name__} has parameters from before samestep.parallel "
@@ -212,6 +215,7 @@ class Gathered(Sharded):
             if isinstance(one, DTensor) and not one.requires_grad
         ]
         if self._hub is None or not self._hub.is_current([*trained, *frozen]):
+            # The hub serves later calls, and this one may be without gradients.
             with torch.inference_mode(False), torch.enable_grad():
                 self._hub = GatheredHub(
                     call.module, trained, frozen, self.reduction, self._before_reduction
@@ -248,6 +252,7 @@ def shard_model(model: nn.Module, world: World) -> None:
     if config.offload:  # without a GPU, pinned memory cannot be allocated
         offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device))
     axes = _shard_axes(world)
+    # The model last: its own unit has the parameters that no other unit has.
     for module, precision in _with_precision(shard_units(model), model, config):
         fully_shard(
             module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored
@@ -266,6 +271,7 @@ def shard_remainder(model: nn.Module, world: World) -> None:
     for module in model.modules():
         for name, one in module._parameters.items():
             if one is not None and not is_divided(one) and _is_divisible(one):
+                # No source: every rank has the values, so nothing is sent.
                 divided = distribute_tensor(one.detach(), axes, placements, src_data_rank=None)
                 module._parameters[name] = nn.Parameter(divided, requires_grad=one.requires_grad)
 

@@ -102,6 +102,7 @@ class Unit:
             for parameter in group.fsdp_params:
                 parameter._post_load_hook_handle.remove()  # `refresh` does the same
                 parameter._place = parameter.sharded_param._local_tensor.data_ptr()
+        # By these, torch takes the module for a sharded one.
         for key in (STATE_KEY, REGISTRY_KEY):
             del module.__dict__[key]
         module.__class__ = own_class
@@ -118,6 +119,7 @@ class Unit:
 
     def before(self, module: nn.Module, arguments: Any, options: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
+            # Not in a backward, in which checkpointing computes a forward again.
             self._gathers.add(self)
         # These are no operations of the script.
         with outside_inference_mode(), torch._C.DisableTorchFunction():
@@ -133,6 +135,7 @@ class Unit:
 
     def install(self, stack: ExitStack) -> None:
         """Gather and free parameters around calls of the module until the stack ends."""
+        # Around the script's own hooks, which may use the parameters.
         before = self._module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         after = self._module.register_forward_hook(self.after)
         stack.callback(before.remove)
@@ -172,6 +175,7 @@ class Unit:
         with outside_inference_mode():
             for group in self._groups:
                 group._to_sharded()
+                # Freed before: otherwise `unshard` returns at once, and other ranks wait.
                 group.unshard()
                 group.wait_for_unshard()
                 group._to_sharded()
@@ -251,6 +255,7 @@ class ShardedParameters(CallParameters):
             try:
                 yield
             finally:
+                # With gradients the root stays gathered for the backward.
                 if not torch.is_grad_enabled():
                     root.free()
                 root.hide()
@@ -377,12 +382,13 @@ class GatheredHub(Hub):
                 one.free()
 
     def begin_backward(self) -> None:
-        self._stays |= torch.is_grad_enabled()
+        self._stays |= torch.is_grad_enabled()  # with `create_graph`
         task = torch._C._current_graph_task_id()  # private, as the queue
         if task != self._backward:
             self._backward = task
             self._before_backward()
             self.gather()
+            # At the end of the backward: all own slices need the values.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_forward)
 
 
@@ -418,6 +424,7 @@ class _Complete:
             self.full.copy_(full)
         local = self.parameter._local_tensor
         values = local, self.parameter._version + local._version
+        # The same values: tensors that a graph saved before they were freed are valid again.
         if self._values is not None and self._values[0] is local and self._values[1] == values[1]:
             torch._C._autograd._unsafe_set_version_counter((self.full,), (version,))  # private
         self._values = values

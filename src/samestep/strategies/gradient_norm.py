@@ -44,6 +44,7 @@ class _Part:
     """Gradients of one module on this rank."""
 
     def __init__(self, split: Any, module: nn.Module, ranks: Ranks) -> None:
+        # Weak: the replaced functions stay until the end of the process.
         self._split = weakref.ref(split)
         self._module = weakref.ref(module)
         self._ranks = ranks
@@ -88,6 +89,7 @@ class _Part:
                 raise RuntimeError(
                     f"The total norm of order {norm_type} for gradients is non-finite"
                 )
+            # The sum is float64 on the host; the norm of torch is like its gradients.
             like = gradients[0] if gradients else torch.zeros(())
             return total.to(like.device, like.dtype)
 
@@ -102,6 +104,7 @@ class _Part:
                 updated = {parameter for group in groups for parameter in group["params"]}
                 if not updated.isdisjoint(module.parameters()):
                     for flag in flags.values():
+                        # An overflow on one rank is one on all: every rank skips the step.
                         flag.copy_(self._ranks.sum(flag.float()).clamp(max=1.0))
             return flags
 

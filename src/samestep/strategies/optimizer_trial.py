@@ -85,7 +85,8 @@ def _tensors(
     for parameter in parameters:
         shape = [min(size, _SIZE) for size in parameter.shape]
         if parameter in divided:
-            shape[divided[parameter]] = _SIZE
+            shape[divided[parameter]] = _SIZE  # even: it has two halves
+        # float64: a difference is then a dependence, and not rounding.
         tensors.append(torch.randn(shape, generator=generator, dtype=torch.float64))
     return tensors
 
@@ -111,6 +112,7 @@ def _updated(
     device: torch.device,
 ) -> list[torch.Tensor | None]:
     """Return tensors after steps of a copy of the optimizer; None for those without a gradient."""
+    # The same start for the whole and for parts: an optimizer that draws then differs.
     seed_generators(0, device)
     replaced: dict[int, Any] = {}
     updated: list[torch.Tensor | None] = []
@@ -121,6 +123,7 @@ def _updated(
             updated.append(None)
             continue
         copied = torch.nn.Parameter(tensor.to(device, copy=True))
+        # A function of each element: a part has the gradients of the whole.
         copied.grad = copied.detach().cos()
         replaced[id(parameter)] = copied
         updated.append(copied)
@@ -146,6 +149,7 @@ def _copy(optimizer: Optimizer, replaced: dict[int, Any]) -> Any:
         replaced: other objects by the `id` of those of the optimizer.
     """
     copied: Any = object.__new__(type(optimizer))
+    # Before the attributes, which may refer to the optimizer.
     replaced[id(optimizer)] = copied
     state: dict[Any, Any] = defaultdict(dict)
     for parameter, values in optimizer.state.items():

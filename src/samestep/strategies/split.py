@@ -102,6 +102,7 @@ class Split(HubStrategy):
             self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
             if self.is_exact:
                 require_single_uses(module, self._stage.partition)
+        # A copy of a divided module has these hooks already.
         if _load_parts not in module._load_state_dict_pre_hooks.values():
             module.register_load_state_dict_pre_hook(_load_parts)
             module.register_load_state_dict_post_hook(_accept_parts)
@@ -127,6 +128,7 @@ class Split(HubStrategy):
         if self._world.mesh_shape.tensor > 1:
             divided = {parameter: place.dim for parameter, place in self._places.items()}
         updated = {one for group in optimizer.param_groups for one in group["params"]}
+        # Optimizers of other modules are not tried.
         if self._stage is not None and not updated.isdisjoint(self._stage.users):
             require_update_by_parts(optimizer, divided, has_stages=True)
         elif not updated.isdisjoint(divided):
@@ -216,6 +218,7 @@ class Split(HubStrategy):
     def _gathered(
         self, module: nn.Module, full: Callable[[nn.Parameter], torch.Tensor]
     ) -> Iterator[Mapping[Any, torch.Tensor]]:
+        # Under a pipeline all of them, in one order: each is a broadcast between the stages.
         mapping: dict[Any, torch.Tensor] = {
             parameter: full(parameter)
             for parameter in module.parameters()
@@ -247,6 +250,7 @@ class Split(HubStrategy):
             parameters: parameters by name.
             values: values that this rank has, by name and slot.
         """
+        # A weight of several stages comes from the first of them.
         own = {name: slots for name, slots in values.items() if self._is_source(parameters[name])}
         # Dtype and shape of tensors, with None for the shape of the parameter; other values have no
         # dtype.
@@ -267,6 +271,7 @@ class Split(HubStrategy):
                     yield name, slot, fact
                     continue
                 if name in own:
+                    # Adam's number of steps is on the CPU; other ranks receive on their device.
                     local = own[name][slot].detach().to(self._world.device)
                 else:
                     full_shape = parameter.shape if fact is None else fact
@@ -278,6 +283,7 @@ class Split(HubStrategy):
         self, parameter: nn.Parameter, local: torch.Tensor, *, is_like: bool
     ) -> torch.Tensor:
         if self._stage is not None:
+            # Stages first: each rank of the tensor axis needs its own part before parts are joined.
             local = self._stage.full_tensor(local, self._stage.users[parameter][0])
         if is_like and self._tensor is not None and parameter in self._places:
             return self._tensor.full_tensor(self._places[parameter], local)
@@ -395,6 +401,7 @@ def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
             split.elsewhere.add(key)
             del state_dict[key]
         elif key in state_dict and state_dict[key].shape != parameter.shape:
+            # Of a plain module; parts from `state_dict` of a divided one stay as they are.
             state_dict[key] = split.local_part(parameter, state_dict[key])
 
 
@@ -403,6 +410,7 @@ def _accept_parts(module: nn.Module, incompatible: Any) -> None:
     split = split_of(module)
     if split is not None:
         missing = incompatible.missing_keys
+        # In place: torch reports this list after the hooks.
         missing[:] = [key for key in missing if key not in split.elsewhere]
         split.elsewhere.clear()
 

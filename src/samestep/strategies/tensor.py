@@ -138,7 +138,7 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     else:
         inputs, weight, *others = args
     if func is functional.linear:
-        bias = kwargs.get("bias", *others)
+        bias = kwargs.get("bias", *others)  # by name or by position
 
     def one(
         part: torch.Tensor, own: torch.Tensor, own_bias: torch.Tensor | None = None
@@ -162,6 +162,7 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         # Once, to the sum: every slice has the whole bias.
         if bias is None:
             return total
+        # Autocast rounds products; a bias of float32 would make the sum float32.
         return total + bias.to(total.dtype)
     # Each output needs all inputs, which a `column` before this one has left divided.
     if isinstance(inputs, SlicedTensor):

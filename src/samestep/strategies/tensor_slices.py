@@ -97,6 +97,7 @@ def spread(tensor: torch.Tensor, slicing: Slicing) -> Parts:
         return (tensor,) * len(slicing.owned)
     return crossing(
         [tensor],
+        # Views: gradients of one tensor would be added in the order of the backward.
         lambda full: [full.view_as(full) for _ in slicing.owned],
         lambda *gradients: [add(gradients, slicing)],
     )
@@ -263,6 +264,7 @@ def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
         # A tensor without memory has the answers of torch for the full shape.
         tensor = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
         return func(tensor, *args[1:], **kwargs)
+    # Of the full size: rules of draws fill such a tensor with the numbers of one process.
     if func is torch.empty_like:
         return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
     if func in _VIEWS:

@@ -54,6 +54,7 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     # The tracer runs the code of the forward, whose writes must not stay in the model.
     before = Snapshot(submodules(model), None, device)
+    # Writes to other objects cannot be undone; they are found and refused.
     reachable = Reachable(model)
     values = reachable.digest()
     model.train(training)
@@ -333,6 +334,7 @@ def _opened(model: nn.Module, count: int) -> set[str]:
 
 def _can_open(model: nn.Module, opened: set[str]) -> bool:
     try:
+        # In both modes: a branch may exist in one of them only.
         graphs = [trace(model, opened, training=training) for training in (True, False)]
     except InputError:  # control flow depends on tensor values: the module remains a leaf
         return False
@@ -428,6 +430,7 @@ def _replicated_nodes(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
             continue
         if node.op == "get_attr" and any(one.requires_grad for one in _parameters_of(model, node)):
             trained.add(node)
+        # Methods such as `add_`, and no operators such as `__add__`.
         is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         runs_once = is_in_place or any(word in name for word in _RANDOM)
         depends_on_inputs = is_function and all(used in replicated for used in node.all_input_nodes)
@@ -443,6 +446,7 @@ def _stage_graph(
     replicated: set[fx.Node],
 ) -> fx.Graph:
     graph = fx.Graph()
+    # First: a stage is called with received values before the inputs.
     copies = {node: graph.placeholder(f"received_{i}") for i, node in enumerate(received)}
 
     def copy_of(node: fx.Node) -> fx.Node:

@@ -83,6 +83,7 @@ class Links:
         self._communicate([(header, peer) for peer in peers])
         if len(text) > _TEXT_BYTES:
             self._communicate([(_as_bytes(text[_TEXT_BYTES:]), peer) for peer in peers])
+        # In the order of elements; the receiver restores the layout.
         self._communicate([(tensor.contiguous(), peer) for peer in peers for tensor in tensors])
 
     def receive(self, peer: int, *, backward: bool = False) -> Message:

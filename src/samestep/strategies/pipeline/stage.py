@@ -134,6 +134,7 @@ class Stage:
             for training, graphs in self.partition.graphs.items()
             for stage, graph in enumerate(graphs)
         }
+        # Messages are in the graph by this scalar, also without own weights that need gradients.
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
         self._task = -1
         # Also their sequence numbers, so low that they run after the backwards of all slices.
@@ -168,6 +169,7 @@ class Stage:
             if buffer is not None:
                 source = self._stage_of(names[module])
                 tensors.append((buffer, source))
+                # One rank has another number than zero: the sum is the version of the source.
                 own_versions.append(buffer._version * (source == self.number))
         if not tensors:
             return
@@ -278,9 +280,11 @@ class Stage:
         aliases: dict[int, torch.Tensor] = {}
         for parameter, ranks in self._shared:
             for container, key, _, _ in self._slots.entries({parameter: self._anchor}):
+                # The present value: the hub has put an alias of the parameter there.
                 value = container[key]
                 if not isinstance(value, torch.Tensor):
                     continue
+                # Tied places of a weight share one alias, and so one sum.
                 if id(value) not in aliases:
                     alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
                     # Those of later slices run first, in one order on all ranks.
@@ -324,6 +328,7 @@ class Stage:
         tensors = message.tensors
         if torch.is_grad_enabled() and any(message.have_gradients):
             own = len(tensors) if self.number == last else 0
+            # With the anchor every rank has this node, in the backward of which a word is sent.
             tokens = [*later.tokens, self._anchor]
             tensors = Outputs.apply(  # type: ignore[no-untyped-call]
                 self._begin_backward, message.have_gradients, own, *tensors, *tokens
