@@ -63,6 +63,7 @@ def loader(
         InputError: an argument is invalid, or arguments do not fit together.
         DataError: the data set is empty.
     """
+    # Not strict: most calls have fewer arguments, and surplus ones are refused below.
     named = {**dict(zip(_LOADER_DEFAULTS, arguments, strict=False)), **options}
     unknown = [name for name in named if name not in _LOADER_DEFAULTS]
     if len(arguments) > len(_LOADER_DEFAULTS):

@@ -256,6 +256,7 @@ def stopped_by_signals(stop: StopRequest, *, keeps_handlers: bool) -> AbstractCo
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         numbers = [number for number in numbers if signal.getsignal(number) in defaults]
     if numbers:
+        # Registered last, so called first: multiprocessing's own function would wait for workers.
         atexit.unregister(end_loader_workers)
         atexit.register(end_loader_workers)
     return stop.handling(numbers)
@@ -363,6 +364,7 @@ def main_first() -> Iterator[None]:
         return
     has_failed = False
     if not world.is_main:
+        # The wait for rank 0, which sends its value after the block.
         has_failed = collectives.all_gather(False, world)[0]
     status.is_preparing = True
     try:

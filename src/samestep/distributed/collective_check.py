@@ -88,6 +88,7 @@ class CollectiveCheck:
         """Compare a name between ranks by a small all-reduce; raise on each if they differ."""
         if self._size == 1:
             return
+        # 7 bytes: the hash fits into a signed integer of 64 bits.
         digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
         hashes = self._rows(torch.tensor([int.from_bytes(digest, "little")]))
         if len(set(hashes.flatten().tolist())) == 1:
@@ -171,6 +172,7 @@ def refuse_inside(modules: Container[Any]) -> None:
         if "<locals>" not in frame.f_code.co_qualname:  # no wrapper
             name = frame.f_code.co_name
         frame = frame.f_back
+    # `get_rank` and other queries communicate nothing.
     if frame is None or name.startswith(("get_", "_")):
         return
     file = frame.f_code.co_filename

@@ -83,6 +83,7 @@ class DiskOperations:
 
     def _show(self) -> None:
         if self.rank_status is not None:
+            # A copy: other threads begin and end operations meanwhile.
             _, last = max(self._pending.copy().values(), default=(0, ""))
             self.rank_status.show_disk_operation(last)
 

@@ -38,6 +38,7 @@ _SHARED_NCCL = {
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
 HASH_SEED = "PYTHONHASHSEED"  # of the hashes of text, which decide the order of sets
 _SAFE_PATH = "PYTHONSAFEPATH"
+# Any text sets the option; this one shows that the user has not set it.
 _OWN_SAFE_PATH = "samestep"
 # By which libraries and scripts take their process for one of several ranks.
 RANK_VARIABLES = (
@@ -304,6 +305,7 @@ def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
 @contextmanager
 def visible_devices_kept(report: Callable[[str | None], None]) -> Iterator[None]:
     """Ignore changes of CUDA_VISIBLE_DEVICES in the block, after `report(value or None)`."""
+    # The class: Python looks up special methods there, not in the object.
     variables: Any = type(os.environ)
     set_before = variables.__setitem__
     delete_before = variables.__delitem__

@@ -140,6 +140,7 @@ def _slurm_port(variables: Variables) -> int:
         return _port(variables)
     job = _number(variables, "SLURM_JOB_ID", 0)
     step = _number(variables, "SLURM_STEP_ID", 0)
+    # Steps of a job are 101 ports apart; jobs that start soon after have the ports between.
     return FIRST_PORT + (job + 101 * step) % PORTS
 
 

@@ -47,6 +47,7 @@ class LocalSockets:
             peer.settimeout(None)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            # SO_RCVBUF has no effect on Unix sockets (unix(7)).
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
 
     def exchange(self, sent: Messages, received: Messages) -> None:
@@ -110,6 +111,7 @@ class LocalSockets:
             raise self._lost(rank, error) from error
 
     def _receive(self, rank: int, target: memoryview) -> None:
+        # A read that a signal interrupts returns fewer bytes in spite of MSG_WAITALL.
         while target:
             try:
                 length = self._peers[rank].recv_into(target, 0, socket.MSG_WAITALL)
@@ -123,6 +125,7 @@ class LocalSockets:
     def _lost(self, rank: int, error: OSError) -> PeerLostError:
         self.close()
         reason = str(error)
+        # EAGAIN of a socket that blocks: the time limit has passed.
         if isinstance(error, BlockingIOError):
             reason = f"no message within {self._timeout}"
         return PeerLostError(f"rank {self._rank} lost its connection to rank {rank}: {reason}")
@@ -167,6 +170,7 @@ def connect_locally(
         is_connected = None not in addresses
         if not is_connected:
             addresses = []
+        # One connection for each pair: a rank connects to all lower ones.
         for peer, other in enumerate(addresses[:rank]):
             peers[peer] = socket.socket(socket.AF_UNIX)
             try:

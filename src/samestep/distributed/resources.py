@@ -70,6 +70,7 @@ def usable_processors(root: Path = Path("/")) -> int:
     for folder in (group, *group.parents):
         quota, _, period = text(folder / "cpu.max").strip().partition(" ")
         if quota.isdecimal() and period.isdecimal():
+            # Rounded down: the kernel stops threads beyond the quota until the next period.
             allowed = min(allowed, int(quota) // int(period))
     return max(1, allowed)
 
@@ -153,6 +154,7 @@ def _require_tasks(needed: int, ranks: str) -> None:
     what else runs.
     """
     end = threading.Event()
+    # Small stacks: the usual ones of 8 MiB would count against `ulimit -v`.
     before = threading.stack_size(_TASK_STACK_BYTES)
     started = 0
     try:
@@ -204,6 +206,7 @@ def free_loopback_socket() -> socket.socket:
     """
     try:
         listener = socket.create_server((_LOOPBACK, 0), backlog=128)
+        # A port can be opened while the interface is down; a connection needs it.
         socket.create_connection(listener.getsockname(), timeout=_CONNECT_SECONDS).close()
         listener.accept()[0].close()
     except OSError as error:

@@ -81,6 +81,7 @@ def saved_generators(device: torch.device | None = None) -> Callable[[], None]:
         gpu = accelerator_module().get_rng_state(device)
 
     def restore() -> None:
+        # Before the state, which fits this class of generators alone.
         set_bit_generator(bits)
         numpy.random.set_state(array)
         random.setstate(python)
@@ -167,6 +168,7 @@ def torch_generator() -> int:
 def numpy_generator() -> int:
     """Hash the global generator of NumPy."""
     generator = get_bit_generator()  # `get_state` copies for 80 microseconds
+    # A script can install another one, with a state of another form.
     if type(generator).__name__ != "MT19937":
         return zlib.crc32(repr(generator.state).encode())
     # 624 words and the position.

@@ -125,6 +125,7 @@ class _Output(io.FileIO):
         return size
 
     def _is_ready(self) -> bool:
+        # No second wait: the reader has already stopped.
         limit = 0.0 if self._dropped else self.stall_seconds
         return bool(select.select([], [self], [], limit)[1])
 

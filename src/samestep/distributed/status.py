@@ -169,6 +169,7 @@ class RankStatus:
             if waits:
                 text = f"{text}, waiting in {waits[-1]}"
             if self._disk_operation:
+                # Last: the reader takes the rest of the activity for the operation.
                 text += DISK_OPERATION + self._disk_operation
             encoded = text.encode()[:_TEXT_BYTES]
             # Written at once: `pack_into` zeroes the target first, and a concurrent reader would

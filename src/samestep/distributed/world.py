@@ -249,6 +249,7 @@ def build_world(
 def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
     """Create one group per row of ranks, in the same order on all; return the group of `rank`."""
     if len(rows) == 1:
+        # All ranks: their group exists, and a second one would have connections of its own.
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     groups = [(row, dist.new_group(row, timeout=timeout)) for row in rows.tolist()]
@@ -332,10 +333,11 @@ def _gather_bytes(data: bytes, length: int, world: World) -> list[torch.Tensor]:
 def _value(data: bytes, device: torch.device) -> Any:
     if not data.startswith(_TENSOR):
         return json.loads(data)
+    # Twice at most: the elements can contain this byte.
     _, header, elements = data.split(_TENSOR, 2)
     name, shape = json.loads(header)
     flat = torch.empty(0, dtype=getattr(torch, name))
-    if elements:
+    if elements:  # torch.frombuffer refuses empty data
         flat = torch.frombuffer(bytearray(elements), dtype=flat.dtype)
     return flat.reshape(shape).to(device)
 
@@ -343,6 +345,7 @@ def _value(data: bytes, device: torch.device) -> Any:
 def _json_bytes(value: Any) -> bytes:
     try:
         data = json.dumps(value).encode()
+        # After `dumps`, which refuses containers that contain themselves.
         _require_string_keys(value)
     except (TypeError, ValueError) as error:
         raise InputError(
