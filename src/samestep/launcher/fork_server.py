@@ -110,6 +110,7 @@ def end_orphans(server: ForkServer) -> None:
         return
     ended, kept = _wait_for_orphans(server)  # loader workers are about to end
     texts = []
+    # Named before their end: a process that is gone has no command line.
     if ended:
         texts.append(f"ended {_names(ended)}, which a rank had left running")
     if kept:

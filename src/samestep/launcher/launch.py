@@ -125,6 +125,7 @@ def run_workers(
         listener = stack.enter_context(free_loopback_socket())
         status_board = stack.enter_context(closing(StatusBoard(processes)))
         worker_group = WorkerGroup(status_board, launch_config)
+        # Before the first rank starts: a signal must reach ranks as well.
         stack.enter_context(worker_group.signals())
         try:
             server = start_server()
@@ -150,6 +151,7 @@ def run_workers(
                 if rank == 0:
                     worker_spec = replace(worker_spec, listener=listener)
                 if own_seeds:
+                    # A spawned rank is a child of this process, and ends with it.
                     worker_spec = replace(worker_spec, server=os.getpid())
                     variables = {HASH_SEED: str(rank)}
                 with variables_of_subprocess(variables):

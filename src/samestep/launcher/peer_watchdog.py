@@ -131,6 +131,7 @@ class PeerWatchdog:
                 self._send_status()
                 self._check_progress()
         except dist.DistError:
+            # During the report of a hang: the host of the store has ended first.
             if self._is_ending.is_set():
                 exit_process(EXIT_FAILED)
 
@@ -149,6 +150,7 @@ class PeerWatchdog:
 
     def _read_states(self) -> dict[int, RankState]:
         ranks = range(self._job.size)
+        # Checked first: a read waits for a key that is not set yet.
         present = [rank for rank in ranks if rank in self._peers or self._store.check([str(rank)])]
         messages = self._store.multi_get([str(rank) for rank in present])
         for rank, message in zip(present, messages, strict=True):

@@ -63,6 +63,7 @@ def join_job(
         address = rank_place.address
         port = rank_place.port
         has_store = rank_place.has_store
+        # Before the wait for other ranks, in which the launcher can end.
         watch_launcher(rank_place)
         prepare_torch_environment(loopback=rank_place.is_on_one_machine)
         if rank == 0 and not has_store:
@@ -338,6 +339,7 @@ def report_failure(
                 show()
             store.set(_EXIT_CODE, str(code))
         else:
+            # A blocking read: the rank that was first sets the code.
             code = int(store.get(_EXIT_CODE))
         # From here on rank 0 may be gone, and the store with it.
         store.set(f"{_SEEN}/{job.rank}", "")

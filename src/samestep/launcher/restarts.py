@@ -9,6 +9,7 @@ from samestep.errors import (
 from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.units import plural
 
+# A restart would compute the same values, and write to the same disk.
 _PERMANENT = ("NonFiniteError", "CheckpointWriteError")
 
 

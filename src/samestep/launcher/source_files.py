@@ -80,6 +80,7 @@ class SourceFiles:
         changed = [name for name, digest in new.items() if current[name] not in (None, digest)]
         if changed and not accept_changes:
             raise _code_changed(changed)
+        # A module without a file keeps the recorded hash, and is compared at its import.
         self._required |= {name: current[name] or digest for name, digest in new.items()}
         return changed
 

@@ -201,7 +201,7 @@ def process_stat(process: int) -> list[str]:
 def is_running(process: int) -> bool:
     """Whether a process runs."""
     fields = process_stat(process)
-    return bool(fields) and fields[0] not in "ZX"
+    return bool(fields) and fields[0] not in "ZX"  # zombie, dead
 
 
 class ProgressTimer:
@@ -284,6 +284,7 @@ class StackFile:
     def install(self) -> None:
         """In the rank: write all stacks on SIGUSR2 and on a fatal signal."""
         faulthandler.enable(self._descriptor)
+        # Not chained: the default action of the signal ends the process.
         faulthandler.register(_STACK_SIGNAL, self._descriptor, all_threads=True, chain=False)
 
     def request(self, pid: int) -> list[str]:
@@ -291,6 +292,7 @@ class StackFile:
 
         They are missing without an answer.
         """
+        # The file keeps the answers to earlier requests.
         before = os.fstat(self._descriptor).st_size
         try:
             os.kill(pid, _STACK_SIGNAL)

@@ -120,6 +120,7 @@ def _set_up(worker_spec: WorkerSpec) -> None:
     protect_output(
         stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS)
     )
+    # Before torch's defaults, which keep the variables that are set.
     set_environment(worker_spec.environment)
     prepare_torch_environment(loopback=True)
 

@@ -116,6 +116,7 @@ class WorkerGroup:
             send.close()
         self._workers.append(_Worker(worker_spec.rank, process, receive, worker_spec.stacks))
         self._server = worker_spec.server
+        # A signal that came before this worker was in the list.
         if self._stop_requests:
             self._forward_stop()
 
@@ -213,6 +214,7 @@ class WorkerGroup:
             if worker.result is None:
                 result = self._exit_result(worker)
                 if isinstance(result, Failure):
+                    # Processes that had not ended by then were killed here.
                     result = replace(result, is_consequence=worker not in ended)
                 worker.result = result
 
@@ -310,6 +312,7 @@ class WorkerGroup:
     def _end_stuck_exits(self, states: Mapping[int, RankState]) -> None:
         """End the wait for ranks that have returned, with threads that wait for a disk."""
         running = [states[worker.rank] for worker in self._workers if worker.is_running]
+        # Z: the main thread has ended, and another one waits in the kernel.
         if not running or not all(
             state.has_ended and state.process_state in ("D", "Z") for state in running
         ):
