@@ -31,6 +31,7 @@ def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _map_nested(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    # First: a container can be a leaf, such as a packed sequence.
     if is_leaf(data):
         return function(data)
     if isinstance(data, Mapping):
@@ -49,7 +50,7 @@ def with_values(container: Any, values: dict[Any, Any] | list[Any]) -> Any:
         values: values by key for a mapping, which becomes a `dict` if its type has no assignment.
     """
     if isinstance(values, list):
-        if hasattr(container, "_fields"):
+        if hasattr(container, "_fields"):  # a named tuple, which takes values one by one
             return type(container)(*values)
         return type(container)(values)
     if type(container) is dict or not hasattr(container, "__setitem__"):
@@ -75,7 +76,7 @@ def channels_last(data: Any) -> Any:
     """Return `data` with batches of images in the memory format channels-last."""
 
     def converted(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() != 4:
+        if tensor.dim() != 4:  # torch has this format for four dimensions alone
             return tensor
         return tensor.contiguous(memory_format=torch.channels_last)
 

@@ -75,6 +75,7 @@ def plan_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Plan | No
 def _plan_of_tensor(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]
 ) -> Plan | None:
+    # Joined rows of other tensors would lose the class, the sparsity or the history.
     if type(whole) is not torch.Tensor or whole.layout is not torch.strided or whole.requires_grad:
         return None
     samples = sum(sizes)
@@ -139,6 +140,7 @@ def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape or one.layout is not other.layout:
         return False
     if one.is_floating_point() or one.is_complex():
+        # `torch.equal` is false for NaN.
         return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     return torch.equal(one, other)
 
@@ -199,6 +201,7 @@ def shapes_of(leaves: Sequence[tuple[Leaf, Any]], samples: int) -> int:
             facts.append(type(value).__name__)
         else:
             facts.append(content_of(value))
+    # Never negative: own_rows.py sends negative numbers for failures.
     return zlib.crc32(repr(facts).encode(errors="surrogatepass"))
 
 
@@ -206,6 +209,7 @@ def content_of(value: Any) -> int:
     """Return a hash of tensors, arrays and plain values in nested data, equal in all processes."""
     facts: Any = None
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        # Flat: a tensor without dimensions has no view as bytes.
         raw = device_reads.copy(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()
         facts = (str(value.dtype), tuple(value.shape), zlib.crc32(raw.data))
     elif isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
@@ -213,6 +217,7 @@ def content_of(value: Any) -> int:
     elif isinstance(value, numpy.ndarray):
         facts = content_of(value.tolist())
     elif isinstance(value, list | tuple):
+        # At once if possible: a list can have one entry for each sample.
         is_plain = all(type(item) in _PLAIN for item in value)
         facts = (type(value).__name__, value if is_plain else list(map(content_of, value)))
     elif _is_mapping(value):
@@ -220,11 +225,13 @@ def content_of(value: Any) -> int:
     elif isinstance(value, bytes | bytearray):
         facts = bytes(value)
     elif isinstance(value, set | frozenset):
+        # Sorted: the order of a set differs between processes.
         facts = sorted(content_of(item) for item in value)
     elif type(value) in _PLAIN or isinstance(value, complex | numpy.generic):
         facts = value
     elif is_dataclass(value):
         facts = (type(value).__name__, content_of(vars(value)))
+    # Not `hash`, which differs between processes for text.
     return zlib.crc32(repr(facts).encode(errors="surrogatepass"))
 
 
@@ -237,6 +244,7 @@ def pack(leaves: Sequence[tuple[Leaf, Any]]) -> torch.Tensor:
         if leaf.kind == "rows"
     ]
     if lists:
+        # A bytearray: torch warns of memory that cannot be written.
         parts.append(torch.frombuffer(bytearray(json.dumps(lists).encode()), dtype=torch.uint8))
     if parts:
         return torch.cat(parts)
@@ -284,4 +292,5 @@ def small_leaves(leaves: Leaves, rows: int) -> list[int]:
             bytes_per_row = value[:1].numel() * value.element_size()
             if bytes_per_row * leaf.factor * rows <= SMALL_BYTES:
                 tensors.append(number)
+    # The order of `pack` and `unpack`.
     return tensors + [number for number, (leaf, _) in enumerate(leaves) if leaf.kind == "list"]

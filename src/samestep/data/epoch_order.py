@@ -53,6 +53,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         _require_compatible(dataset, options)
         self._dataset = dataset
         if options["generator"] is not None:
+            # Not the state: earlier draws of the generator must not change the order.
             self.seed = options["generator"].initial_seed()
         else:
             seed = options["seed"] or 0
@@ -114,6 +115,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         """Return the settings on which the batches of an epoch depend; checkpoints contain them."""
         return {
             "samples": self.samples_of(epoch),
+            # The shuffle is of all samples, also those that `drop_last` leaves out.
             "dataset": len(self._dataset),
             "batch_size": self.batch_size,
             "seed": self.seed,
@@ -130,6 +132,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         if self._shuffle:
             return shuffled_order(size, seed=self.seed, epoch=epoch)
         if self._lengths is not None:
+            # Stable: by default, the order of equal lengths depends on the processor.
             return numpy.argsort(self._lengths, kind="stable")
         return range(size)
 
@@ -144,6 +147,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         require_position(begin, samples, self.batch_size)
         for start in range(begin.samples, samples, self.batch_size):
             batch = order[start : min(start + self.batch_size, samples)]
+            # Python's integers, as those of torch's samplers.
             yield numpy.asarray(batch).tolist()
 
 
@@ -174,7 +178,9 @@ def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int) -
     rest = order[batches * batch_size :]
     batches_per_window = min(_MAX_BATCHES_PER_WINDOW, max(1, batches // _MIN_WINDOWS))
     window = numpy.arange(len(complete)) // (batches_per_window * batch_size)
+    # The last key of `lexsort` counts first.
     rows = complete[numpy.lexsort((lengths[complete], window))].reshape(batches, batch_size)
+    # With the batch size, the seed is another one than that of the samples.
     rows = rows[_random_order(batches, derive_seed("order", seed, epoch, batch_size))]
     # Samples stay sorted within a batch, because each microbatch is padded separately.
     return numpy.concatenate([rows.reshape(-1), rest[numpy.argsort(lengths[rest], kind="stable")]])
@@ -196,7 +202,7 @@ def _require_integer(
         InputError: the value is no integer, or outside of the range.
     """
     number: int | None = None
-    if not isinstance(value, bool):
+    if not isinstance(value, bool):  # `operator.index(True)` is 1
         with suppress(TypeError):
             number = operator.index(value)
     if number is None or number < at_least or (at_most is not None and number > at_most):

@@ -63,7 +63,7 @@ from samestep.errors import PeerLostError, RankMismatchError
 _FAILED = -1  # in place of the hash of shapes in the word of a rank
 _DREW = -2
 _OTHER = -3
-_MODES = ("own", "whole", "plain")
+_MODES = ("own", "whole", "plain")  # at most 4: `draws` is the bit above
 _READ_ALONE = "a batch was not made of its rows"
 
 Bounds = list[tuple[int, int]]
@@ -208,6 +208,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         else:
             self._seed = self.state.seed
             self._epoch = self.state.epoch
+        # Drawn all the same: later indices of a sampler follow from earlier draws.
         for _ in range(self.state.leaves_out):
             next(self._sampler_iter)
 
@@ -229,6 +230,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         decision = self.state.decision
         bounds = [(0, len(indices))] if ranks is None else ranks.bounds(len(indices))
         how = "whole" if decision is None else decision.how
+        # A batch of one sample shows no division.
         if decision is None and len(indices) > 1 and not self._awaits_decision():
             how = "check"
         elif how == "own" and bounds is None:
@@ -393,6 +395,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             # After a draw, the first reading had other random numbers.
             failure = first
         status = 0 if failure is None else _FAILED
+        # 0 in place of the hash: the first word has compared the samples.
         words = ranks.word(0, status)
         failed = [rank for rank, word in enumerate(words) if word[1] == _FAILED]
         if failure is not None:
@@ -425,6 +428,7 @@ class _SingleProcessIterator(_SingleProcessDataLoaderIter, _OwnRowsIterator):
 class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
     @property
     def _worker_init_fn(self) -> Any:
+        # torch's constructor assigns the function of the loader, and reads this one.
         init = self._init_of_script
         if self._dataset is self._script_dataset:
             return init
@@ -465,6 +469,7 @@ def _draws_once(loader: DataLoader[Any]) -> bool:
         return True
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(sampler, RandomSampler):
+        # Further samples are drawn from another permutation.
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
     return type(sampler) in (SequentialSampler, SubsetRandomSampler)
 

@@ -102,6 +102,7 @@ class CheckingReader(SampleReader):
 
     def _decided_by_collation(self, request: Request, read: Samples) -> Decision | None:
         """Return how batches are read; None if they depend on those that were made before."""
+        # Both before the first collation, which can change the samples.
         probe = _probe(request, read)
         samples = [_own(sample) for sample in read.samples]
         begin = ReadState(self.dataset)
@@ -153,6 +154,7 @@ class CheckingReader(SampleReader):
         # The last one again at the end: the data set can keep it, or the file that contains it.
         numbers = [*range(last)[::-1], last]
         if not end.differs(begin) and not request.draws:
+            # Some of them: no read has left a trace in the data set.
             numbers = [last // 2, 0, last]
         for number in numbers:
             if request.draws:
@@ -223,6 +225,7 @@ def _compared(value: Any, size: int) -> Iterator[Any]:
 def _probe(request: Request, read: Samples) -> dict[str, Any]:
     """Return hashes of up to `_PROBES` samples of a batch, and the facts that they depend on."""
     repeats = request.repeats or [0] * len(request.indices)
+    # Indices that JSON keeps, at their first occurrence: a probe has no repeats.
     numbers = [
         number
         for number in range(len(read.samples))

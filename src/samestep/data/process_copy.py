@@ -62,11 +62,12 @@ def _call(function: Callable[[], object], sender: int, parent: int) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the copy
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of a rank only notes a request
         die_with_parent(parent)
         gc.disable()  # no destructor of an object of the parent
         logging.disable()
         nothing = os.open(os.devnull, os.O_RDWR)
+        # Descriptors too: code in C does not write by `sys.stdout`.
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until the end

@@ -47,6 +47,7 @@ class WatchedGenerators:
         self._torch = torch.get_rng_state()
         self._numpy = ctypes.string_at(self._address, _STATE_BYTES)
         self._script = get_bit_generator()
+        # Draws change these bits, and not those of the script.
         set_bit_generator(self._bits)
         self._has_drawn: bool | None = None
 
@@ -155,9 +156,10 @@ def _seed(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, numpy.random.Generator):
+        # Bit generators have no method for a new seed.
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     elif isinstance(generator, numpy.random.RandomState):
-        generator.seed(seed % 2**32)
+        generator.seed(seed % 2**32)  # at most 32 bits
     else:
         generator.seed(seed)
 

@@ -121,6 +121,7 @@ def _content(value: Any) -> Any:
     elif isinstance(value, set):
         content = set(value)
     elif isinstance(value, FunctionType):
+        # With names: a function can count in a global or an outer variable.
         content = {**vars(value), **_names_of(value)}
     elif isinstance(value, torch.Tensor):
         content = _content_of_tensor(value)
@@ -132,11 +133,12 @@ def _content(value: Any) -> Any:
 
 
 def _content_of_tensor(value: torch.Tensor) -> Any:
+    # Tensors of inference mode have no version.
     if type(value) is not torch.Tensor or value.is_inference():
         return None
     if value.device.type == "cpu" and value.nbytes <= _COPIED_BYTES:
         return value.detach().clone()
-    return value._version
+    return value._version  # torch counts the writes
 
 
 def _content_of_array(value: numpy.ndarray[Any, Any]) -> Any:
@@ -145,6 +147,7 @@ def _content_of_array(value: numpy.ndarray[Any, Any]) -> Any:
     if value.nbytes <= _COPIED_BYTES:
         return value.copy()
     if value.flags.c_contiguous and not value.dtype.hasobject:
+        # A hash: NumPy counts no writes.
         return zlib.crc32(value.view(numpy.uint8).reshape(-1)[:_HASHED_BYTES].data)
     return None
 

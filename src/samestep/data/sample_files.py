@@ -35,10 +35,12 @@ def files_below(root: Path) -> list[Path]:
                     names.clear()
                     continue
                 seen.add(real)
+                # In place: `os.walk` descends into the names of this list.
                 names[:] = [name for name in names if not name.startswith(".")]
                 files += [Path(folder, name) for name in file_names if not name.startswith(".")]
                 paths = [os.path.join(folder, name) for name in names]
                 links += [path for path in paths if os.path.islink(path)]
+        # After all folders: a folder counts under the path without a link.
         starts = sorted(links)
     return sorted(files)
 

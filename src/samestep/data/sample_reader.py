@@ -137,6 +137,7 @@ class SampleReader(Dataset[Any]):
         except Exception as caught:  # boundary: the loader raises it on all ranks
             error = stopped(caught) if isinstance(caught, StopIteration) else caught
             worker = get_worker_info()
+            # Errors of this package can be sent from a worker as they are.
             if worker is None or isinstance(error, SamestepError):
                 return Reading(None, 0, error)
             wrapped = ExceptionWrapper(where=f"in DataLoader worker process {worker.id}")
@@ -204,6 +205,7 @@ class SampleReader(Dataset[Any]):
 
     def _seed(self, purpose: Literal["sample", "collate"], request: Request, position: int) -> None:
         facts = [request.epoch, sample_number(request.indices[position])]
+        # A first occurrence has the seed of a sampler that draws each index once.
         if request.repeats is not None and request.repeats[position]:
             facts.append(request.repeats[position])
         seed = derive_seed(purpose, request.seed, *facts)

@@ -72,6 +72,7 @@ class WholeBatches:
         self._state = OwnRows(None)
         self._has_ranks = False
         self.dataset = loader.dataset
+        # With a batch sampler of the script there is no size: the cursor counts batches.
         self.batch_size = loader.batch_size or 1 if order is None else order.batch_size
         self._cursor = Cursor()
         self._begins_at_cursor = True
@@ -247,6 +248,7 @@ class WholeBatches:
         for generator, saved in zip(generators, self._begin, strict=True):
             generator.set_state(saved)
         iterator = iter(self._loader)
+        # The iterator has drawn the order up to the position.
         for generator, saved in zip(generators, now, strict=True):
             generator.set_state(saved)
         return iterator
