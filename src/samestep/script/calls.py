@@ -180,6 +180,7 @@ def own_rows_of_loaders(
         How the script's loaders read, one entry for each data set and line that iterates.
     """
     readings: dict[Hashable, Reading] = {}
+    # Weak: a script can make a loader in each epoch.
     states: weakref.WeakKeyDictionary[DataLoader[Any], OwnRows] = weakref.WeakKeyDictionary()
 
     def iterator(loader: DataLoader[Any]) -> _BaseDataLoaderIter:

@@ -89,6 +89,7 @@ class Journal:
         with self._lock:
             size = os.lseek(self._descriptor, 0, os.SEEK_END) - self._end
             lines = os.pread(self._descriptor, size, self._end)
+            # Another process may be within the write of the last line.
             complete = lines[: lines.rfind(b"\n") + 1]
             for line in complete.splitlines():
                 apply(*json.loads(line))
@@ -181,6 +182,7 @@ def open_function(
         if opener is not None or not isinstance(file, PATHS) or not is_active():
             return REAL.open(file, *how, closefd, opener)
         if mode not in READING:  # raise an error of the arguments
+            # The null device exists, so not `x`.
             REAL.open(os.devnull, mode.replace("x", "w"), *how[1:]).close()
         return open_path(file, how)
 
@@ -203,6 +205,7 @@ def copy_file(source: str, target: str, most: float) -> bool:
             shutil.copyfileobj(old, new, 1 << 20)
         else:
             new.truncate(state.st_size)
+    # After the content: the mode can forbid writes.
     REAL.chmod(target, stat.S_IMODE(state.st_mode))
     REAL.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
     return bool(state.st_size <= most)

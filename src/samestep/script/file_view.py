@@ -29,7 +29,7 @@ from samestep.script.file_journal import (
 from samestep.script.replaced import PATHS
 
 _POLL_SECONDS = 0.01
-_MAX_LINKS = 40
+_MAX_LINKS = 40  # as Linux
 MISSING = (FileNotFoundError, NotADirectoryError)
 Place = tuple[str, str]  # folder without links, and name
 Token = tuple[str, int]  # path, and which of the closes of files with its key
@@ -268,6 +268,7 @@ class FileView:
                     self._removed.add(path)
                 return
             folder, _, name = path.rpartition("/")
+            # The first change only: a copy is of the time when rank 0 was ready.
             self._before[folder].setdefault(name, other)
             if other and stat.S_ISLNK(REAL.lstat(other).st_mode):
                 self._has_links = True
@@ -400,6 +401,7 @@ class FileView:
             return self._is_ready or len(self._listings[listing]) >= number
 
         entries = dict(self._query(path, read, is_listed=is_listed))
+        # A slice: rank 0 may have listed the folder less often.
         for made_before in self._listings[listing][number - 1 : number]:
             for name in list(entries):
                 if self._made.get(f"{folder}/{name}", -1) >= made_before:

@@ -191,6 +191,7 @@ class FirstWriter:
             operation = "removed"
         elif state is None:
             operation = "made"
+        # A further change is no news: other ranks read the first copy.
         if operation != "changed" or name not in self._changed:
             self._journal.append(operation, name, copy, is_lost)
         self._changed.add(name)
@@ -200,6 +201,7 @@ class FirstWriter:
             mode = stat.S_IMODE(state.st_mode)
             self._journal.append("made", new, "", False)
             os.close(REAL.descriptor(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
+            # The umask has reduced the mode.
             REAL.chmod(new, mode)
             REAL.replace(new, name)
         self._opened.add(name)
@@ -248,7 +250,7 @@ class FirstWriter:
                 return copy, False
         most = self._keep_bytes
         if self._copied_bytes + state.st_size > _COPIES * most:
-            most = -1
+            most = -1  # nothing more: the folder must not fill the disk
         is_copied = copy_file(name, copy, most)
         self._copied_bytes += state.st_size * is_copied
         return copy, not is_copied
@@ -278,6 +280,7 @@ class FirstWriter:
                 copy = f"{self._folder}/held"
                 copy_file(name, copy, float("inf"))
                 self._held.append(REAL.descriptor(copy, os.O_RDONLY))
+                # Without a name, the copy ends with the descriptor.
                 REAL.unlink(copy)
             else:
                 self._held.append(REAL.descriptor(name, os.O_RDONLY))
@@ -338,6 +341,7 @@ class FirstWriter:
     def _removal(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, **options: Any) -> Any:
             is_folder = os.path.isdir(path) and not os.path.islink(path)
+            # Otherwise the call fails, and changes nothing.
             if is_folder == (real is REAL.rmdir):
                 self._change(path, follow=False, removes=True, replaces=True)
             return real(path, **options)

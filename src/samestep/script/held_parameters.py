@@ -52,6 +52,7 @@ class HeldParameters:
         _replace_references(former, present)
         aliases = _aliases(former)
         for before in former:
+            # Frees the memory, although frames may still hold the object.
             before.data = before.data.new_empty(0)
         classes: dict[type, type] = {}
         for tensor in (*former, *aliases):

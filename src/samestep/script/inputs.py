@@ -122,6 +122,7 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
         stack.enter_context(replaced(os, urandom=draw))
         stack.enter_context(replaced(uuid, uuid1=uuid1))
         stack.enter_context(replaced(random.Random, seed=seed_of_random))
+        # After the class: `random.seed` is a method that was bound before.
         python_seed = recorded("random.seed", random._inst.seed)
         stack.enter_context(replaced(random, _urandom=draw, seed=python_seed))
         numpy_seed = recorded("numpy.random.seed", numpy.random.seed)
@@ -212,6 +213,7 @@ def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
         stack.enter_context(replaced(sys, stdin=stream))
         stack.enter_context(replaced(getpass, getpass=_refuse_password))
         stack.enter_context(replaced(bdb.Bdb, set_trace=_refuse_debugger))
+        # `post_mortem` does not call `set_trace`.
         stack.enter_context(replaced(pdb.Pdb, interaction=_refuse_debugger))
         yield
 

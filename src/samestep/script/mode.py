@@ -75,6 +75,7 @@ def _imported(file: Path, package: str) -> Iterator[str]:
             with suppress(ImportError):  # no package: the import fails later, too
                 base = resolve_name("." * node.level + (node.module or ""), package)
                 yield base
+                # A name of a package can be a module.
                 yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
@@ -87,6 +88,7 @@ def _files(name: str, path: list[str]) -> Iterator[tuple[Path, str]]:
 
 def _file_of_module(name: str) -> tuple[Path | None, str]:
     """Return the file that `python -m name` runs, or None, and the name of its package."""
+    # The working directory first, as `python -m` does.
     files = list(_files(name, ["", *sys.path]))
     if not files:
         return None, ""

@@ -261,6 +261,7 @@ class Overlay(FileView):
             return
         self._require_new(place, path)
         target = self._private(place)
+        # The private folder exists already if another change is below.
         self._exempt.passing(REAL.makedirs, target, exist_ok=True)
         self._set(place, target)
 
@@ -273,6 +274,7 @@ class Overlay(FileView):
         target = self._private(place)
         REAL.symlink(source, target)
         self._set(place, target)
+        # Known folders can lead through the link now.
         self._folders.clear()
 
     def link(self, source: Any, path: Any, **options: Any) -> None:
@@ -284,6 +286,7 @@ class Overlay(FileView):
             return
         self._require_new(place, path)
         target = self._private(place)
+        # A link would show later changes of rank 0.
         is_lost = not copy_file(actual, target, self._keep_bytes) or actual in self._dropped
         self._set(place, target, is_dropped=is_lost, token=self._dropped.get(actual))
 
@@ -365,6 +368,7 @@ class Overlay(FileView):
         def copy(actual: Any) -> tuple[str, bool]:
             is_dropped = actual in self._dropped
             if not self._is_own(actual):
+                # Rank 0 alone moves real files.
                 is_dropped = not copy_file(actual, target, self._keep_bytes) or is_dropped
             return actual, is_dropped
 

@@ -71,6 +71,7 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
     with ExitStack() as stack:
         # Not `torch.multiprocessing.spawn`: the package has a function of this name.
         spawn = sys.modules["torch.multiprocessing.spawn"]
+        # In each module with the name: a script may import from any of them.
         for owner, name, what in (
             (dist, "init_process_group", "torch.distributed.init_process_group"),
             (dist.distributed_c10d, "init_process_group", "torch.distributed.init_process_group"),
@@ -202,8 +203,10 @@ def exit_functions_called() -> Iterator[None]:
         try:
             yield
         finally:
+            # One by one: an exit function can register another one.
             while functions:
                 _call(functions.pop()[1])
+            # The newest first, as `weakref` calls them.
             for finalizer in reversed(list(registry)):
                 if finalizer.atexit and finalizer not in finalizers_before:
                     _call(finalizer)
@@ -255,6 +258,7 @@ def files_closed() -> Iterator[None]:
         yield
     finally:
         files = [file for file in _open_files() if file not in before]
+        # All before the first close: a layer above a closed file cannot write any more.
         for file in files:
             _call(file.flush)
         for file in sorted(files, key=_layer):
@@ -262,6 +266,7 @@ def files_closed() -> Iterator[None]:
 
 
 def _open_files() -> list[io.IOBase]:
+    # Without the standard streams, which the rank still needs.
     return [file for file in _all_of(_FILE) if not file.closed and _descriptor(file) > 2]
 
 

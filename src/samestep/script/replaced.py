@@ -101,6 +101,7 @@ class Replaced:
 
             def execute_and_replace(module: ModuleType) -> None:
                 execute(module)
+                # An import can end after `undo`.
                 if self in sys.meta_path:
                     self._replace(self._pairs_in_cpp(name))
 
@@ -128,6 +129,7 @@ class Replaced:
             before = vars(holder)[method]
             real = getattr(holder, method)
             call = self._in_cpp(real, position, keyword, writes)
+            # Without `__dict__`, since some of these are classes.
             new: Any = functools.update_wrapper(call, real, updated=())
             if owner:
                 self._methods.append((holder, method, before))

@@ -172,6 +172,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     rank, size = rank_and_size()
     require_microbatches(None, size)
     folder = _temporary_folder() if rank == 0 else ""
+    # Before `join`, which chooses the device of this rank.
     _show_own_devices(rank, strategy)
     options = SessionOptions(
         reduction=reduction, strategy=strategy, is_private=True, sees_own_devices=True
@@ -235,6 +236,7 @@ def _dividing_owner(
     from samestep.script.held_parameters import HeldParameters  # slow to import
 
     assert world.group is not None
+    # The first call can be an evaluation: tensors of inference mode cannot be trained.
     with shown(world.group), torch.inference_mode(False):
         held = HeldParameters(module)
         divided = owner(module)
