@@ -145,6 +145,7 @@ class CheckpointManager(LoopCheckpoints):
         with stopped_by_signals(self._world.session.stop, keeps_handlers=True):
             for epoch in stoppable_epochs(self._first_loader, number, self._end_on_request):
                 yield epoch
+                # The number first: all ranks have the same, so that all or none compare.
                 if self._saved != self._step or any(
                     all_gather(self._hashes() != self._saved_hashes, self._world)
                 ):
@@ -248,6 +249,7 @@ class CheckpointManager(LoopCheckpoints):
         saved = self._read(path)
         notes = self._machine_changes(saved)
         changes = list(self._changes(saved))
+        # Only with equal settings: otherwise an index can be outside of the data.
         samples = list(self._sample_changes(saved)) if not changes else []
         if notes:  # where decoded files can have other bits
             notes += samples
@@ -432,6 +434,7 @@ def _place(folder: Path) -> Path:
     root = process_state.checkpoint_root
     if root is None or (path := folder.resolve()).is_relative_to(root):
         return folder
+    # A hash of the path: folders in two places can have the same name.
     return root / f"checkpoints-{hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()}"
 
 
@@ -479,6 +482,7 @@ def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:
     """Return models or loaders by name; a single one has no name."""
     if not isinstance(parts, Mapping):
         return {"": parts}
+    # A name begins the names of files, before a dot.
     if not parts or not all(name.isidentifier() for name in parts):
         raise InputError(
             f"the names of models or loaders are {list(parts)}",

@@ -246,6 +246,7 @@ def bounded(text: str) -> str:
     end: list[str] = []
     size = 0
     while len(begin) + len(end) < min(len(lines), _MAX_LINES - 1):
+        # From both ends: the problem is in the first lines, the fix in the last ones.
         is_begin = len(begin) <= len(end)
         number = len(begin) if is_begin else -len(end) - 1
         line = _shortened(lines[number])

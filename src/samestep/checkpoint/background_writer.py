@@ -50,6 +50,7 @@ class HostBuffers:
         self._used.setdefault(key, []).append(buffer)
         buffer.copy_(tensor.detach(), non_blocking=is_queued)
         if is_queued:
+            # The last copy is enough: copies of a stream end in order.
             self._events[device] = accelerator_module().current_stream(device).record_event()
         return buffer
 
@@ -60,6 +61,7 @@ class HostBuffers:
 
     def reuse(self) -> None:
         """Reuse the memory of the present copies, which nothing reads any more."""
+        # Buffers that no tensor of the last save needed are freed.
         self._free = self._used
         self._used = {}
 
@@ -121,6 +123,7 @@ class TensorFile:
             end = end + self._tensors[name].nbytes
             entry |= {"shape": entry["shape"][1:], "data_offsets": [begin, end]}
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        # Spaces, with which the library pads the header too.
         text = text.ljust(-(-len(text) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT)
         return list(entries), len(text).to_bytes(_HEADER_ALIGNMENT, "little") + text
 

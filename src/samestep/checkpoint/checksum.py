@@ -31,6 +31,7 @@ _SEED = 0x5EED
 # Odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator).
 _FACTOR = 6364136223846793005
 MODULUS = 2**64
+# 8 bytes are two words: a word has half the width of a weight.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -223,5 +224,6 @@ def _sum_of_texts(texts: dict[str, str]) -> int:
     total = 0
     for name, text in texts.items():
         digest = hashlib.blake2b(f"{name} {text}".encode(), digest_size=8).digest()
+        # A sum does not depend on the order of the names.
         total += int.from_bytes(digest, "little")
     return signed(total)

@@ -112,6 +112,7 @@ def write_atomically(path: Path, text: str) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, to which it is renamed after the block."""
+    # Random text too: processes on two machines can have the same number.
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield temporary
@@ -149,6 +150,7 @@ def link_name(path: Path, target: str) -> bool:
 
     On a file system without links, it is a file with the name.
     """
+    # A link cannot be changed in place, only replaced by another one.
     with replacing(path) as temporary:
         try:
             temporary.symlink_to(target)
@@ -167,6 +169,7 @@ def linked_name(path: Path) -> str | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:
+        # Bounded: any file can be at this path.
         return file.read(_MAX_NAME_BYTES).decode(errors="replace")
 
 

@@ -25,6 +25,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "set": (set, list, set),
     "frozenset": (frozenset, list, frozenset),
     "deque": (deque, lambda value: [list(value), value.maxlen], lambda items: deque(*items)),
+    # A dict with keys that JSON does not have, or with the key `_TYPE`.
     "dict": (dict, lambda value: list(map(list, value.items())), dict),
     "OrderedDict": (OrderedDict, lambda value: list(map(list, value.items())), OrderedDict),
     "Counter": (
@@ -59,6 +60,7 @@ def encode(value: Any, tensors: Tensors, place: str) -> Any:
         InputError: the value contains another type, whose restoration would have to run code.
     """
     kind = type(value)
+    # Exact types: a subclass, such as an enumeration, would be restored as another type.
     if value is None or kind in (bool, int, float) or _is_text(value):
         return value
     if kind is list:
@@ -78,6 +80,7 @@ def encode(value: Any, tensors: Tensors, place: str) -> Any:
             encoded["device"] = value.device.type
         return encoded
     if isinstance(value, numpy.ndarray | numpy.generic) and _is_savable_array(value):
+        # Copied: torch takes no negative strides, and warns of read-only memory.
         array = torch.from_numpy(numpy.array(value))
         name = "array" if isinstance(value, numpy.ndarray) else "numpy"
         return {_TYPE: name, "name": _named(array, tensors, place)}
@@ -124,6 +127,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_savable(tensor: torch.Tensor) -> bool:
+    # safetensors has complex numbers of two float32 alone.
     is_wide_complex = tensor.is_complex() and tensor.dtype is not torch.complex64
     return tensor.layout is torch.strided and not (
         tensor.is_quantized or tensor.is_meta or is_wide_complex
@@ -131,6 +135,7 @@ def _is_savable(tensor: torch.Tensor) -> bool:
 
 
 def _named(tensor: torch.Tensor, tensors: Tensors, place: str) -> str:
+    # The entry keeps the tensor alive: no other one has this `id` meanwhile.
     return tensors.setdefault(id(tensor), (f"{len(tensors)}.{place}", tensor))[0]
 
 
@@ -163,6 +168,7 @@ def load_object(value: Any, state: Any) -> None:
     if isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, dict):
+        # In place: the script holds this dict.
         value.clear()
         value.update(state)
     else:

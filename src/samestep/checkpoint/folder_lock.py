@@ -43,6 +43,7 @@ class FolderLock:
         from filelock import FileLock, Timeout
 
         self._lock: BaseFileLock | None = None
+        # Without links: objects share the lock by this path.
         path = folder.resolve() / LOCK
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +51,9 @@ class FolderLock:
             writers = path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             lock = FileLock(
                 path,
+                # The bit of reading is the one above that of writing.
                 mode=stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1,
-                thread_local=False,
+                thread_local=False,  # any thread may release the lock
                 is_singleton=True,
                 fallback_to_soft=False,  # a file that a killed process leaves behind
                 on_acquired=_write_holder,

@@ -116,6 +116,7 @@ class LoopCheckpoints:
 
     def _trainings(self) -> Iterator[tuple[str, Training]]:
         """Yield the objects of each model; those of the loop belong to the first name."""
+        # By name: the order in the script may change between starts.
         first = min(self._loops)
         for name, loop in self._loops.items():
             objects = self._objects if name == first else {}

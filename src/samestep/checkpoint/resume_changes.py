@@ -17,7 +17,7 @@ from samestep.data.whole_batches import WholeBatches
 from samestep.errors import CheckpointError
 
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
-_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_MODULES = frozenset(vars(nn.Module()))  # such as `training`, which loops change
 # Settings of an optimizer and schedules, by name.
 Settings = dict[str, dict[str, Any]]
 
@@ -38,6 +38,7 @@ def settings_of(optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) ->
     settings |= {
         name: one.state_dict() for name, one in objects.items() if isinstance(one, LRScheduler)
     }
+    # Through JSON, as in a checkpoint: tuples become lists.
     result: Settings = json.loads(json.dumps(settings, default=_described, skipkeys=True))
     return result
 
@@ -45,6 +46,7 @@ def settings_of(optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) ->
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
         return value.tolist()
+    # Not the text of an object, which can contain an address.
     return type(value).__qualname__
 
 

@@ -132,7 +132,7 @@ def _pack_model(
     if not parameters.is_divided:
         tensors, aliases = distinct(state)
         return _gathered(tensors, parameters, buffers), aliases
-    in_model = dict(training.model.named_parameters(remove_duplicate=False))
+    in_model = dict(training.model.named_parameters(remove_duplicate=False))  # with tied ones
     first = {id(in_model[name]): name for name in parameters.local}
     aliases = {name: first[id(p)] for name, p in in_model.items() if first[id(p)] != name}
     of_buffers = {name: tensor for name, tensor in state.items() if name not in in_model}
@@ -230,7 +230,7 @@ def load_all(
         # In step: all models are compared before one of them changes.
         for _ in zip(*loadings, strict=True):
             pass
-        undo.pop_all()
+        undo.pop_all()  # everything is loaded
 
 
 def _loading(
@@ -366,7 +366,7 @@ def _load_errors(checkpoint: Path) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # a RuntimeError too, but no fault of the files
         raise
     except (
         ArithmeticError,

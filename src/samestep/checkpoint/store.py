@@ -41,6 +41,7 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 _FORMAT = 2  # of the manifest
 _PREFIX = "step-"
+# At least nine digits: names sort as steps do.
 _NAME = re.compile(rf"{_PREFIX}(\d{{9,}})")
 _REPLACED = ".replaced-"
 _EPOCH_PREFIX = "epoch-"
@@ -188,6 +189,7 @@ class CheckpointFolder:
             expected="a folder with complete checkpoints only",
         ):
             for path in self.path.glob(".*-*"):
+                # A replaced checkpoint stays if no other one of the step is there.
                 if path not in checkpoints and _LEFTOVER.fullmatch(path.name):
                     remove(path)
 
@@ -209,6 +211,7 @@ class CheckpointFolder:
         manifest = build_manifest(files)
         with disk_operations.run("update", self.path):
             make_folder(self.path)
+            # Before the comparison: a kill may have left the checkpoint under another name.
             self._recover()
         if not _has_contents(final, manifest):
             self._write(final, files, manifest)
@@ -432,6 +435,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
         raise damaged(path, f"cannot be read: {error}") from error
     if not is_unchanged:
         raise damaged(path, "was changed: its SHA-256 differs")
+    # Before the keys, which differ between formats.
     if manifest.get("format") != _FORMAT:
         raise invalid_contents(path, f"its format is {manifest.get('format')}, not {_FORMAT}")
     files = parse(Manifest, json.dumps(manifest).encode(), path).files

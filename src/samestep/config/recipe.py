@@ -312,6 +312,7 @@ class Recipe(Constrained):
         )
         results = ["loss", *self.metrics]
         require(
+            # The terms of a loss are not known before the first evaluation.
             self.best_by is None or self.best_by in results or self.best_by.startswith("loss_"),
             f"best_by is {self.best_by}, which evaluation does not compute",
             f"one of {', '.join(results)}, or loss_NAME for a term of the loss",
@@ -334,6 +335,7 @@ class Recipe(Constrained):
 
 def default_workers(cores: int, processes: int) -> int:
     """Return the default number of loader processes per rank for samples in files."""
+    # One core remains for the rank itself.
     return min(_MAX_WORKERS, max(0, cores // processes - 1))
 
 

@@ -197,6 +197,7 @@ def resolve_mesh(
     free = next((axis for axis in axes if axis not in sizes), None)
     has_other_axes = any(size > 1 for axis, size in sizes.items() if axis not in axes)
     has_other_size = processes % fixed > 0 or (free is None and fixed != processes)
+    # Without a size, all ranks would be one group of shards, which is `fsdp`.
     lacks_sizes = name == "hsdp" and not sizes and processes > 1
     if has_other_axes or has_other_size or lacks_sizes:
         mesh = "no mesh"

@@ -67,6 +67,7 @@ def _default(item: Field[Any]) -> Any:
 def _validator(kind: type, name: str) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
+    # Annotations are text until here; the constraints are their extras.
     return TypeAdapter(get_type_hints(kind, include_extras=True)[name])
 
 
@@ -99,6 +100,7 @@ def require_package(subject: str, package: str, fix: str) -> None:
     Raises:
         RecipeError: it is not installed.
     """
+    # Not an import, which can take seconds.
     if find_spec(package) is None:
         value = f"{subject} needs {package}"
         expected = "installed packages of the selected loggers, formats and models"

@@ -121,9 +121,11 @@ class RunLogger:
             try:
                 self.log_event("failure", **failure_fields(error))
             except RunError as failure:
+                # Otherwise both are the same failure: the directory is elsewhere.
                 if not isinstance(error, RunMovedError):
                     error.add_note(str(failure))
         try:
+            # The stack closes all of them, although one fails.
             with write_errors(OSError), ExitStack() as stack:
                 for logger in self._loggers:
                     stack.callback(logger.close)

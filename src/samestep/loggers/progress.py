@@ -85,7 +85,9 @@ class ProgressLogger(Logger):
 
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()
+        # Brackets in a path or a name are no markup.
         plain: Any = {"highlight": False, "markup": False, "emoji": False}
+        # Rich would break lines at 80 columns without a terminal.
         self._console.print(printable(line), soft_wrap=True, **plain)
 
 

@@ -65,12 +65,14 @@ class RankMonitor:
         self._ends_mid_line = False
         self._has_warned = False
         self._closed = threading.Event()
+        # A daemon: a write that does not return must not keep the process.
         self._thread = threading.Thread(target=self._run, name="samestep-rank-monitor", daemon=True)
 
     def follow(self, read_progress: Callable[[], RankProgress]) -> None:
         """Take the progress of the rank from this function, called in the monitor's thread."""
         with self._lock:
             self._read_progress = read_progress
+            # Rates are differences of readings of one function.
             self._last = self._read()
 
     def __enter__(self) -> RankMonitor:

@@ -194,6 +194,7 @@ class OverlapMetric(ConfusionMatrix):
         is_binary = counts.dim() == 1
         if is_binary:
             counts = counts.view(2, 2)
+        # Exact for counts up to 2^53.
         matrix = counts.double()
         both = matrix.diagonal()
         sizes = matrix.sum(dim=0) + matrix.sum(dim=1)

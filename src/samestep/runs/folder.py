@@ -60,7 +60,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
             another process writes to it, ranks have different names, or a logger is unknown.
     """
     requested = run_directory(run)
-    folder = requested.absolute()
+    folder = requested.absolute()  # the script may change the working directory
     _require_trackers(loggers)
     if world.is_main:
         _require_own(requested)
@@ -266,6 +266,7 @@ class LoopEvents:
     @property
     def rank_progress(self) -> RankProgress:
         """Work of this rank; any thread may read it."""
+        # Samples and waits for data are known to the script alone.
         return RankProgress(self._steps, 0, 0.0)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
