@@ -124,7 +124,8 @@ def install_hooks(packages: Path) -> None:
     try:
         with NamedTemporaryFile("w", dir=packages, delete=False, encoding="utf-8") as file:
             file.write(_LINE)
-        os.chmod(file.name, 0o644)
+        os.chmod(file.name, 0o644)  # a temporary file is not readable for other users
+        # At once: other Python processes read the file at their start.
         os.replace(file.name, path)
     except OSError as error:
         raise InputError(
@@ -173,12 +174,14 @@ def analyse(folder: Path) -> Analysis:
     analyses = []
     for world in worlds:
         findings = [*copy_findings(world), *file_findings(world)]
+        # Without a group, ranks share nothing that the other rules could compare.
         if world.has_group:
             findings += step_findings(world)
             findings += data_findings(world)
         first: dict[tuple[str, str], Finding] = {}
         for finding in findings:  # later epochs repeat a finding
             first.setdefault((finding.name, finding.line), finding)
+        # An update has the number of steps before.
         steps = (event.get("step", 0) + (event["kind"] == "update") for event in world.ranks[0])
         count = max(steps, default=0)
         extent = _extent(world)

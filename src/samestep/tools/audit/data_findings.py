@@ -21,9 +21,11 @@ Group = dict[int, Pass]  # passes of all ranks
 
 def data_findings(world: World) -> Iterator[Finding]:
     """Yield the findings of a world about its data."""
+    # Also of a single rank, which needs `set_epoch` as well.
     yield from _repeated_order(world)
     if world.size == 1:
         return
+    # Ranks that train different models can use the same samples.
     if reduces_gradients(world):
         for group in matching_passes(world):
             if all(one.trains for one in group.values()):

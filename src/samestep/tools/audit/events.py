@@ -35,6 +35,7 @@ class EventWriter:
         if os.getpid() != self._pid:
             self._open()
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"))
+        # Unbuffered: a kill would lose buffered lines, and a fork would write them twice.
         os.write(self._file, f"{line}\n".encode())
 
     def set_world(self, identifier: str, rank: int, size: int) -> None:
@@ -54,11 +55,13 @@ class EventWriter:
 
 def user_line() -> str:
     """Return the innermost line outside of installed packages, as `train.py:40`, or no text."""
+    # Not `inspect.stack`, which reads source files and is slow.
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if file not in _is_user:
             is_library = file.startswith(_LIBRARIES) or any(part in file for part in _SITE)
+            # Generated code, as of a dataclass, has no file.
             _is_user[file] = not is_library and os.path.isfile(file)
         if _is_user[file]:
             return f"{file.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno}"

@@ -80,7 +80,9 @@ class FunctionObserver:
     ) -> None:
         """Write the gradient of a mean over targets that are not ignored, when it is computed."""
         session = self._session
+        # The older arguments replace `reduction`.
         is_mean = reduction == "mean" and weight is None and size_average is None and reduce is None
+        # Targets can also be probabilities, of which none is ignored.
         has_classes = loss.requires_grad and not target.is_floating_point()
         if not (is_mean and has_classes and session.is_observed):
             return
@@ -111,11 +113,13 @@ def _observe(session: Session, name: str, **observers: Callable[..., None]) -> N
     eager = getattr(F, name)
 
     def observed(*args: Any, **kwargs: Any) -> Any:
+        # An observer would break the compiled graph.
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         return eager(*args, **kwargs)
 
     def observed_script(*args: Any, **kwargs: Any) -> Any:
+        # TorchScript compiles the source of the function, and not that of an observer.
         setattr(functional, name, original)
         try:
             return script(*args, **kwargs)
@@ -148,6 +152,7 @@ class FileObserver:
         """Write the path of a file, once."""
         if torch.utils.data.get_worker_info() is not None:
             return
+        # A fork can be another rank, which has written none of these.
         if os.getpid() != self._pid:
             self._pid = os.getpid()
             self._paths.clear()
@@ -178,5 +183,6 @@ def observe_files(session: Session) -> None:
         if event == "open" and len(arguments) == 3 and isinstance(arguments[2], int):
             opened(arguments[0], arguments[2])
 
+    # An event of Python: `open`, `os.open` and `Path` all raise the same one.
     sys.addaudithook(hook)
     session.observe(torch, "save", before=observer.saves)

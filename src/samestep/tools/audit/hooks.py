@@ -43,6 +43,7 @@ class _TorchFinder:
     ) -> ModuleSpec | None:
         if name != "torch" or self._is_searching:
             return None
+        # `find_spec` calls all finders, this one included.
         self._is_searching = True
         try:
             spec = find_spec(name)

@@ -90,7 +90,7 @@ class LoadingObserver:
         sampler = getattr(batch_sampler, "sampler", loader.sampler)
         root = dataset
         subset = 0  # hash of the positions of all subsets
-        while type(root) is Subset:
+        while type(root) is Subset:  # a subclass can select samples in another way
             subset = zlib.crc32(repr([int(i) for i in root.indices]).encode(), subset)
             root = root.dataset
         # Lightning divides the indices of a sampler among ranks, as those of a dataset.
@@ -206,6 +206,7 @@ def observe_loaders(session: Session, before_pass: Callable[[], None]) -> None:
     base: Any = torch_dataloader._BaseDataLoaderIter
     next_batch = base.__next__
 
+    # Not by `session.observe`: the end of a pass is an exception.
     def observed_next(self: Any) -> Any:
         try:
             data = next_batch(self)
@@ -221,6 +222,7 @@ def observe_loaders(session: Session, before_pass: Callable[[], None]) -> None:
     session.observe(base, "_next_index", after=observer.drawn)
     fetcher = torch_fetch._MapDatasetFetcher
     session.observe(fetcher, "fetch", before=observer.begins_fetch, after=observer.ends_fetch)
+    # Libraries import the functions from either module.
     for module in (dist, distributed_c10d):
         session.observe(module, "all_reduce", before=observer.all_reduces)
         session.observe(module, "reduce", before=observer.reduces)
@@ -317,6 +319,7 @@ def _row_hashes(data: Any, count: int) -> list[list[int]]:
 
 def _generator_states() -> dict[str, int]:
     """Return hashes of the states of the generators of torch, Python and NumPy."""
+    # Hashes of integers are equal in all processes, unlike those of text.
     states = {"torch": state_hash(torch.get_rng_state()), "random": hash(random.getstate()[1])}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

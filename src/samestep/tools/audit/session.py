@@ -52,6 +52,7 @@ class Session:
             identifier = store.compare_set("samestep-audit", "", uuid.uuid4().hex).decode()
             self.writer.set_world(identifier, dist.get_rank(), dist.get_world_size())
         elif group is None and kind == "update" and not self._has_launcher:
+            # Not at an earlier event: the script can still create a group.
             self._has_launcher = True
             self._write_launcher()
         self.writer.write(kind, step=self.steps, **values)
@@ -64,6 +65,7 @@ class Session:
             return
         if place is not None:
             job = f"{place.address}:{place.port}"
+            # Of this machine: processes of other machines write no events here.
             size = place.local_size or place.world_size
             self.writer.write("launched", job=job, rank=place.local_rank, size=size)
 
@@ -109,6 +111,7 @@ def sample_numbers(index: Any) -> list[int] | None:
     """Return the indices of a batch, or None if a sampler yields other keys."""
     indices = index if isinstance(index, list | tuple) else [index]
     try:
+        # Not `int`, which also converts floats and texts.
         return list(map(operator.index, indices))
     except TypeError:
         return None

@@ -59,6 +59,7 @@ def differs(first: Summary, second: Summary) -> bool:
     """Whether two finite summaries of tensors differ by more than rounding."""
     if first is None or second is None or not all(map(math.isfinite, (*first, *second))):
         return False
+    # Terms of a sum cancel, so the error of a sum can exceed that of the norm.
     scale = _TOLERANCE * max(first[0], second[0])
     return abs(first[0] - second[0]) > scale or abs(first[1] - second[1]) > 10 * scale
 
@@ -75,11 +76,13 @@ def step_findings(world: World) -> Iterator[Finding]:
     """Yield the findings of a world about its optimizer steps."""
     updates = _updates(world)
     yield from _schedules(world)
+    # A communication hook can reduce the gradients in a way of its own.
     if updates and not any(event["hooked"] for event in updates[0].values()):
         yield from _losses(world, updates)
     if world.size == 1:
         return
     of_ranks = list(islice(_learning_rates(updates), 1))
+    # Different learning rates are a cause of different replicas, and reported alone.
     if not of_ranks and updates and not any(event["hooked"] for event in updates[0].values()):
         of_ranks = list(_replicas(world, updates))
     yield from of_ranks

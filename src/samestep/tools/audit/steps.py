@@ -112,6 +112,7 @@ class StepObserver:
 
     def replicates(self, _: None, model: DistributedDataParallel, *__: Any, **___: Any) -> None:
         """Store the parameters with gradients that `DistributedDataParallel` reduces."""
+        # A smaller group reduces among some ranks; the rules compare all.
         if model.process_group.size() != torch.distributed.get_world_size():
             return
         self._replicas.add(model)
@@ -133,7 +134,7 @@ class StepObserver:
                 named[name] = one
             else:
                 named[f"parameter {i}"] = one
-                is_replicated &= not one.requires_grad
+                is_replicated &= not one.requires_grad  # frozen ones need no reduction
         names = list(named)
         indices = sorted({(step * count + i) % len(names) for i in range(min(count, len(names)))})
         tensors = {names[i]: named[names[i]] for i in indices}
@@ -262,6 +263,7 @@ def _first_values(tensors: Values) -> dict[str, torch.Tensor | None]:
             if values.dim() > 1:
                 # Rows first: to flatten a tensor that is not contiguous copies all of it.
                 values = values[: 1 + _VALUES * len(values) // values.numel()]
+            # Copied: the step changes parameters in place.
             result[name] = values.flatten()[:_VALUES].to(torch.float64, copy=True)
     return result
 
@@ -272,6 +274,7 @@ def _summaries(*parts: Values) -> list[Summaries]:
     if not values:
         return [dict.fromkeys(part) for part in parts]
     first = values[0]
+    # One copy to the CPU for all tensors: each copy waits for the device.
     flat = torch.cat([value.to(first.device) for value in values]).cpu().numpy()
     starts = [0, *np.cumsum([len(value) for value in values])[:-1]]
     with np.errstate(all="ignore"):

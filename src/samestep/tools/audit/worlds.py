@@ -14,6 +14,7 @@ Event = dict[str, Any]
 
 def read_events(folder: Path) -> Iterator[list[Event]]:
     """Yield the events of each process; the last line of a killed process can be incomplete."""
+    # In the order of the starts: names begin with the time.
     for path in sorted(folder.glob("*.jsonl")):
         lines = path.read_text(encoding="utf-8").split("\n")
         yield [json.loads(line) for line in lines[:-1]]
@@ -56,7 +57,7 @@ def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
 
     for header, *others in filter(None, processes):  # a killed process can have no complete event
         identity = header["world"]
-        is_child = identity is not None
+        is_child = identity is not None  # the parent had joined a world before the fork
         before: list[Event] = []  # events before the first world
         alone = [f"process {header['pid']}", 0, 1]
         for event in others:
@@ -122,6 +123,7 @@ def matching_passes(world: World) -> Iterator[dict[int, Pass]]:
         counts: dict[Any, int] = defaultdict(int)
         for one in passes(world.ranks[rank]):
             place = (one.info["line"], one.info["dataset"])
+            # Numbered by line: rank 0 can have more loaders, such as one of an evaluation.
             if one.info["loader"] not in loaders[place]:
                 loaders[place].append(one.info["loader"])
             loader = (*place, loaders[place].index(one.info["loader"]))
