@@ -98,6 +98,7 @@ class Attribution:
                 self._other = alone
         if first is None or first.stage in ("steps", "calls"):
             return self._end_of_run(first)
+        # Repetition first: every experiment needs runs that repeat.
         return (
             self._check_repetition(first)
             or self._check_options(first)
@@ -257,6 +258,7 @@ class Attribution:
         ):
             file = repeated / name
             if file.exists():
+                # A set: samples are read in several epochs.
                 number = len(set(file.read_text(encoding="utf-8").split()))
                 evidence = (
                     f"{action} twice in one process with equal states of the seeded generators, "

@@ -95,10 +95,12 @@ class Tolerance:
         quantities = self.distances if quantity in TEXTS else (quantity,)
         by_step = [pair for name in quantities for pair in self.distances.get(name, {}).items()]
         earlier = (size for number, size in by_step if number <= step)
+        # 4 units at least: the perturbed run can have the bits of the reference by chance.
         return max(4 * self.eps, min(math.sqrt(self.eps), _FACTOR * max(earlier, default=0.0)))
 
     def data(self) -> dict[str, str]:
         """Return the largest tolerance of each quantity as text."""
+        # 2^62: after all steps.
         return {QUANTITIES[name]: f"{self.at(name, 2**62):.1e}" for name in self.distances}
 
 
@@ -241,6 +243,7 @@ def compare(
             replace(comparer, ranks=(0, rank)).compare(notes[0], note)
     _compare_modules(result, reference, other)
     _compare_ends(_StepComparer(result, weights, tolerance), reference, other)
+    # A resumed run prints only the lines after its resumption.
     if texts is not None and not other.label and not has_failed:
         # After all steps and the end: texts are consequences.
         comparer = _StepComparer(result, weights, tolerance, max(reference.steps, default=0) + 2)
@@ -264,6 +267,7 @@ def _without_evaluation(note: Note) -> Note:
 
 def _compare_modules(result: Comparison, reference: Record, other: Record) -> None:
     """Compare the weights of modules when the script gives them to `samestep.parallel`."""
+    # A resumed script can load its checkpoint before or after this call.
     if other.label:
         return
     ranks = [other.notes("module", rank) for rank in range(len(other.events))]
@@ -409,6 +413,7 @@ class _StepComparer:
         """Compare tensors by hashes; `distances` has the measured ones of those that differ."""
         digests = one[stage] or {}
         other_digests = other[stage] or {}
+        # Not every note has this state: no call may have followed the last step.
         if stage == "before" and not (digests and other_digests):
             return
         for name in sorted({*digests, *other_digests}):

@@ -37,6 +37,7 @@ def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> N
     if interventions.repeat_samples:
         _repeat_samples(folder)
     if interventions.reads_alone:
+        # The setter ignores the ranks that loaders assign.
         OwnRows.ranks = property(lambda self: None, lambda self, ranks: None)  # type: ignore[assignment]
     if interventions.other_orders:
         _reorder_directories(rank)
@@ -134,9 +135,10 @@ def _seed(generator: _Generator, seed: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, numpy.random.Generator):
         bits = generator.bit_generator
+        # A generator of NumPy cannot be seeded again.
         bits.state = type(bits)(seed).state
     else:
-        generator.seed(seed % 2**32)
+        generator.seed(seed % 2**32)  # the limit of `RandomState`
 
 
 def _repeat_samples(folder: Path) -> None:

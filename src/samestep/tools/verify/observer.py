@@ -91,15 +91,17 @@ class Observer:
 
         @wraps(backward)
         def observed_backward(tensors: Any, *arguments: Any, **options: Any) -> None:
+            # A backward within another, as of checkpointing, is not one of the script.
             if not self._is_inside and torch._C._current_graph_task_id() == -1:
                 for root in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
-                    if root.numel() == 1:
+                    if root.numel() == 1:  # other roots are no losses
                         self._losses.append(float(root.detach()))
             backward(tensors, *arguments, **options)
 
         torch.autograd.backward = observed_backward
         for name in _CLIPPING:
             clipping = self._observed_clipping(name, getattr(nn.utils, name))
+            # In both modules: scripts import from either.
             setattr(nn.utils, name, clipping)
             setattr(sys.modules["torch.nn.utils.clip_grad"], name, clipping)
         _observe_loaders(self._add_batch)
@@ -267,6 +269,7 @@ class Observer:
         assert self._steps is not None
         self._steps += 1
         named = self._parameters(optimizer)
+        # `_state` last: complete tensors replace the parts of this rank.
         state = {**named, **self._state()}
         slots = self._complete(
             {
@@ -286,6 +289,7 @@ class Observer:
             weights={name: after[name] for name, _ in self._named(nn.Module.named_parameters)},
             optimizer=_digests(slots),
         )
+        # After the notes: the perturbation belongs to the next step.
         self._interventions.after_step(optimizer)
 
     def _write_step(self, kind: str, *, step: int, **facts: Any) -> None:
@@ -416,7 +420,7 @@ def _observe_loaders(add_batch: Callable[..., None]) -> None:
         add_batch(indices, data, is_last=is_last)
 
     def observed_reset(self: Any, *arguments: Any, **options: Any) -> None:
-        self._asked_indices = deque()
+        self._asked_indices = deque()  # without those of an unfinished pass
         reset(self, *arguments, **options)
 
     def observed_index(self: Any) -> Any:

@@ -134,6 +134,7 @@ class StepTensors:
                         whole = torch.view_as_real(whole)
                     if self._keeps:
                         key = "/".join(filter(None, (kind, name, path)))
+                        # Cloned: on CPUs, the step changes tensors in place.
                         self._tensors[key] = whole.cpu().contiguous().clone()
 
     def end_step(self, step: int) -> dict[str, dict[str, float]]:
@@ -172,6 +173,7 @@ class StepTensors:
                 accuracy = torch.finfo(gradient.dtype).eps ** 0.5
                 rounded = (size < small) & (difference > accuracy * size)
                 name = key.partition("/")[2]
+                # For all later steps, too: weights and optimizer keep the difference.
                 self._rounded[name] = self._rounded.get(name, False) | rounded
 
     def _distances(

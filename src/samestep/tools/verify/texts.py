@@ -92,12 +92,13 @@ def _distance(text: str, repeated: str, other: str, *, is_exact: bool) -> float:
     actual = float(other)
     varies = abs(value - float(repeated))
     if is_exact:
-        return float(not varies)
+        return float(not varies)  # numbers that vary between equal runs are no results
     digits = 0
     if "e" not in text.lower():
         digits = len(text.partition(".")[2])
     # A printed number is rounded to its last digit; the distance of integers is never rounding.
     last_digit = 10.0**-digits * (digits > 0)
+    # 1.01: the difference of two decimal numbers is rounded, too.
     difference = abs(value - actual) - _FACTOR * varies - 1.01 * last_digit
     if math.isnan(difference):
         return float(not (math.isnan(value) and math.isnan(actual)))
@@ -150,6 +151,7 @@ def _state(name: str, copy: Path) -> tuple[str, str]:
         return "link", os.readlink(name)
     if stat.S_ISDIR(mode):
         return "folder", ""
+    # Without a limit of size: the file must be restored.
     copy_file(name, str(copy), float("inf"))
     return "file", str(copy)
 
@@ -201,7 +203,7 @@ def describe_files(folder: Path, scratch: Path, start: Path, *, bits: bool) -> l
 
 
 def _content(file: Path, *, bits: bool) -> list[str]:
-    if not zipfile.is_zipfile(file):
+    if not zipfile.is_zipfile(file):  # `torch.save` writes zip files
         with suppress(UnicodeDecodeError):
             return file.read_text(encoding="utf-8").splitlines()
         return []

@@ -123,6 +123,7 @@ def _run_reference(runner: TrialRunner, first: int) -> Record:
 
 
 def _require_microbatches(reference: Record, processes: int) -> None:
+    # Before the other runs, of which some would fail.
     for note in reference.modules:
         require_microbatches(note["options"].get("microbatches"), processes)
 

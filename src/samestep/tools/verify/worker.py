@@ -47,8 +47,10 @@ def run(subject: Subject, trial: Trial) -> bool:
             else:
                 facts = _run_script(subject, trial, observer)
         except BaseException:
+            # With the events since the last step: the first difference can be among these.
             observer.end("unfinished")
             raise
+        # At the end: a script can import modules at any time.
         process_state.source_files.note_imports()
         observer.end("end", sources=process_state.source_files.hashes, **facts)
     return True
@@ -73,6 +75,7 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
         driver = built.driver
         batches = built.train
         checkpoints = CheckpointFolder(trial.scratch)
+        # A trial that was killed in the first step has no checkpoint.
         if trial.killed is not None and checkpoints.steps():
             checkpoint = checkpoints.find("last")
             batches.cursor = load(checkpoint, driver.training).cursor
@@ -128,6 +131,7 @@ def _unchanged(trial: Trial, observer: Observer, facts: dict[str, Any]) -> Itera
         summary = Summary({})
         if trial.processes != PLAIN:
             summary = stack.enter_context(unchanged(reduction))
+        # After `unchanged`, so that the observer surrounds the division of a call.
         observer.observe_calls({"strategy": None, "reduction": reduction, "batch_norm": "global"})
         try:
             yield
