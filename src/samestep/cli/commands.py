@@ -82,6 +82,7 @@ def recipe_summaries() -> dict[str, str]:
     """Return the shipped recipes and their first lines of text, without a command."""
     summaries = {}
     for path in sorted(_SHIPPED.glob("*.yaml")):
+        # The first line is the schema for editors.
         comment = path.read_text(encoding="utf-8").splitlines()[1]
         text = comment.removeprefix("# ").partition(": samestep")[0]
         summaries[path.stem] = text.partition(". ")[0].rstrip(":")

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from samestep.tools.verify.trials import Subject
 
 _STEPS = 3
+# Not from `torch.finfo`: this process does not import torch.
 _ACCURACIES = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of gradients that ranks exchange
 
 

@@ -126,6 +126,7 @@ def _print_help(name: str, arguments: Sequence[str]) -> None:
     recipe = next((text for text in arguments if text in recipe_summaries()), None)
     if recipe is not None:
         epilog.append(f"settings of {recipe}: samestep train {recipe} --print")
+    # argparse would join the lines of the epilog.
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = "\n".join(textwrap.wrap(parser.description or "", 78))
     parser.epilog = "\n".join(epilog)
@@ -204,6 +205,7 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
         script_arguments = rest[position + 1 :]
         rest = rest[:position]
     # Arguments that can be left out may follow options, except before those of the script of `run`.
+    # Known arguments: the error of an unknown one has a suggestion.
     parse = parser.parse_known_args if name == "run" else parser.parse_known_intermixed_args
     parsed, unknown = parse(rest)
     if unknown:

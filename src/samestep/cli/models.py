@@ -76,6 +76,7 @@ class Eval(JsonOption, StrategyOptions, WorkersOption, LaunchOptions, SetOption)
                 return EXIT_DONE
         else:
             plan = self._plan(0)
+            # The larger number: an evaluation is not restarted on fewer ranks.
             processes = self.process_range(plan.recipe)[1]
             arguments = self._rank_arguments(plan)
             config = LaunchConfig(self.hang_after)
@@ -135,6 +136,7 @@ class Eval(JsonOption, StrategyOptions, WorkersOption, LaunchOptions, SetOption)
         which = self.checkpoint or "best"
         folder = run_folder(str(self.folder))
         plan = plan_from_checkpoint(folder, which, layout, trust=self.trust)
+        # After the comparison with the checkpoint, which refuses other data.
         data = recipe_data(plan.recipe)
         return replace(plan, recipe=make_recipe(data, self.overrides, origin=str(folder)))
 

@@ -160,6 +160,7 @@ def parse_settings(arguments: Sequence[str], path_keys: Sequence[str]) -> list[s
         if _SETTING.match(text):
             settings.append(text)
         elif Path(path).exists():
+            # As JSON: the value is read as YAML, in which a path can be a number.
             settings += [f"{key}={json.dumps(path)}" for key in path_keys]
         else:
             problem = f"{text} is neither a setting nor a path in {Path.cwd()}"
@@ -183,6 +184,7 @@ def _fix_of_argument(text: str, following: Sequence[str]) -> str:
 
 def parse_process_count(text: str) -> int:
     """Return a number of processes; text that is not a positive integer is an `InputError`."""
+    # `int` also accepts `1_0`, spaces and digits of other scripts.
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         expected = "a number from 1 on; --help has other values"
         raise InputError(f"--processes {text}", expected, "--processes 2", code="E_PROCESSES")
@@ -415,6 +417,7 @@ def timed_name(runs: Path, stem: str) -> str:
 def output_folder(out: Path | None, stem: str, option: str = "--out") -> Iterator[Path]:
     """Create a folder, by default `runs/STEM-TIME`; remove new folders that stay empty."""
     folder = out or Path("runs") / timed_name(Path("runs"), stem)
+    # The innermost first: a folder is empty only after its subfolders.
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     with output_errors(f"{folder} cannot be created", "a writable folder", f"{option} DIR"):
         folder.mkdir(parents=True, exist_ok=True)

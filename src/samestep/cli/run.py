@@ -139,6 +139,8 @@ def _require_syntax(script: Path) -> None:
     """Compile a script, before processes start."""
     try:
         with warnings.catch_warnings(action="ignore"):  # shown when the script runs
+            # As bytes, since a script can declare an encoding; without the `__future__` imports of
+            # this file.
             compile(script.read_bytes(), script, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # the second for null bytes, in Python 3.11
         value = f"{script}: {error}"

@@ -69,11 +69,13 @@ class Submit(JsonOption, SubjectOptions, _System):
                 code="E_VALUE",
             )
         runs = str(self.runs.absolute())
+        # This Python: on other machines, `samestep` can be another installation.
         rank = [sys.executable]
         if script is not None:
             rank += [self.recipe, *self.script_arguments]
         else:
             recipe = load_resolved(self.recipe, self.overrides, self.note)
+            # Before the job waits in the queue.
             for number in (minimum, maximum):
                 resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
             rank += ["-m", "samestep", "train", self.recipe, *self.overrides]

@@ -122,6 +122,7 @@ class Audit(JsonOption):
             folder = Path(name)
             code = run_observed(command, folder, quiet=self.json)
             analysis = analyse(folder)
+        # A command that failed can have ended before the first observation.
         if not analysis.worlds and code == EXIT_DONE:
             expected = (
                 "a Python command that trains with PyTorch: a DataLoader or an optimizer of torch"
@@ -159,7 +160,7 @@ class Top(JsonOption):
         from samestep.tools.top import read_status, render
 
         console = plain_console()
-        is_view = console.is_terminal and not console.is_dumb_terminal
+        is_view = console.is_terminal and not console.is_dumb_terminal  # dumb: no cursor to move
         if is_view and not (self.json or self.once):
             self._follow(console)
             return EXIT_DONE

@@ -473,6 +473,7 @@ def train(
         options["processes"] = str(options["processes"])
     if "runs" in options:
         options["runs"] = Path(options["runs"])
+    # JSON is read as YAML; `str` is for paths.
     texts = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
     try:
         run = Train(recipe=str(recipe), overrides=texts, **options).train()

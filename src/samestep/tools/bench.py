@@ -149,9 +149,11 @@ def contenders(
             else:
                 try:
                     step = replace(recipe.step, **changes.pop("step", {}))
+                    # Not the strategy of the recipe: a variant trains with the one of its name.
                     changed = replace(
                         recipe, **{"strategy": StrategyConfig(), "step": step, **changes}
                     )
+                    # Before the first training: a variant without a mesh is listed with the reason.
                     resolve_mesh(changed.strategy, number, changed.microbatch_count)
                 except InputError as error:
                     reason = error.value
@@ -220,13 +222,14 @@ def compare(
                 "train_contender", contender, plan.epochs, processes=contender.processes
             )
         except RankError as error:
-            if not rows:
+            if not rows:  # without the baseline, there are no speed-ups
                 raise
             failed.append(Absent(contender.name, contender.devices, str(error).splitlines()[0]))
         else:
             rows.append(Row(contender, trained))
     for number in range(plan.rounds):
         report(f"timing, round {number + 1} of {plan.rounds}")
+        # In reverse every other round: a drift within the rounds would favour the first variants.
         _time_round(rows, plan, is_reversed=number % 2 == 1)
     return comparison_data(plan, rows, [*absent, *failed])
 

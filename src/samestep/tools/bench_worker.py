@@ -104,6 +104,7 @@ def _time_steps(built: Built, steps: int) -> Timing:
         pass
     samples = 0
     waits = 0.0
+    # The kernels of the warm-up must not count.
     wait_for_all(world)
     began = time.perf_counter()
     for _ in range(steps):

@@ -119,6 +119,7 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     _require_types(file, renamed, family)
     values = {name: key.default for name, key in family.keys.items()} | renamed
     _require_convertible(file, values, family)
+    # After the checks: the fix has a batch size, computed from the values.
     if devices is None:
         size = values["DATA.BATCH_SIZE"]
         steps = values["TRAIN.ACCUM_ITER"]
@@ -137,6 +138,7 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[name] = list(value) if isinstance(value, tuple) else value
+    # For its errors: only a valid recipe is written.
     make_recipe(recipe, (), origin=str(file))
     return ConvertedRecipe(recipe, tuple(_converted_keys(raw, settings, family)))
 
@@ -165,6 +167,7 @@ def _require_types(file: Path, values: Values, family: Family) -> None:
         is_unset = value is None and (key.default is None or name == "TRAIN.GRAD_CLIP")
         if kind is None or is_unset:
             continue
+        # For `isinstance`, a bool is an int.
         is_wrong_bool = isinstance(value, bool) and kind is not bool
         if is_wrong_bool or not isinstance(value, _COMPATIBLE.get(kind, kind)):
             problem = f"{file}: {name} is {value!r}"

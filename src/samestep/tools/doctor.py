@@ -299,6 +299,7 @@ def _check_resources(plan: Plan) -> Iterator[Finding]:
         free = shutil.disk_usage(_SHM).free
         yield judged(
             f"shared memory, {_SHM}",
+            # + 1: exactly the default of a container is a warning, too.
             _compare(free, plan.shared_memory, _CONTAINER_SHM_BYTES + 1),
             f"{format_bytes(free)} free, {format_bytes(plan.shared_memory)} for {plan}",
             "space for microbatches from workers and buffers of NCCL; otherwise loaders hang or "
@@ -379,6 +380,7 @@ def run_self_test(preload: Sequence[str]) -> tuple[TorchDevices, Finding]:
     run = partial(run_on_ranks, __name__, preload=preload, config=config)
     try:
         devices = run("read_devices", processes=1)
+        # NCCL needs a GPU for each rank: with fewer than two, ranks connect on CPUs.
         if len(devices.gpus) > 1:
             summary = run("run_rank", ACCELERATOR, processes=min(len(devices.gpus), _MAX_RANKS))
         else:
@@ -405,6 +407,7 @@ def read_devices() -> TorchDevices:
         module.init()
         indices = range(module.device_count())
         for index in indices:
+            # `item` waits for the kernel: its errors appear late.
             torch.ones(1, device=torch.device(ACCELERATOR, index)).item()
     except RuntimeError as error:  # no or an old driver, a lost GPU, no kernels for this GPU
         return TorchDevices(error=str(error).splitlines()[0])

@@ -39,6 +39,7 @@ def export(
         InputError: the model does not support this format, or the file cannot be written.
         RunError: outputs of the file differ from outputs of the model.
     """
+    # On the CPU: a program of torch.export keeps the devices of its tensors.
     with start(device="cpu", reduction=recipe.step.reduction, threads=recipe.step.threads):
         model = trained_model(recipe, info, checkpoint)
         inputs = None
@@ -60,7 +61,7 @@ def export(
             return None
         with torch.no_grad():
             difference = _relative_difference(call_model(model, inputs), program(inputs))
-    if not difference <= _TOLERANCE:
+    if not difference <= _TOLERANCE:  # also if the difference is NaN
         raise RunError(
             f"outputs of the {kind} file differ from the model by {difference:.1e} of the largest "
             "output",
@@ -84,12 +85,13 @@ def _write(kind: str, model: nn.Module, inputs: Any, out: Path) -> Callable[[Any
     shapes = tuple({0: rows} for _ in (*arguments, *keywords))
     if kind == "onnx":
         return _write_onnx(model, arguments, keywords, shapes, out)
+    # Not strict: Python itself runs the forward, so more models can be traced.
     program = torch.export.export(model, arguments, keywords, dynamic_shapes=shapes, strict=False)
     with warnings.catch_warnings():
         # Raised by torch's own code.
         warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
         torch.export.save(program, out)
-        loaded = torch.export.load(out).module()
+        loaded = torch.export.load(out).module()  # not `program`: the file is compared
     return lambda inputs: call_model(loaded, inputs)
 
 
@@ -99,6 +101,7 @@ def _write_onnx(
     """Write an ONNX model, run by ONNX Runtime (https://onnx.ai)."""
     import onnxruntime
 
+    # External data would be a second file beside `out`.
     options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False}
     options["dynamic_shapes"] = shapes
     torch.onnx.export(model, arguments, str(out), kwargs=keywords, **options)

@@ -55,6 +55,7 @@ def describe_machine(gpus: list[str]) -> dict[str, Any]:
     """Return device, names of the GPUs, cores, versions, date and load."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    # On Linux, `platform` knows the architecture alone.
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     processor = next(names, platform.processor() or platform.machine())
     return {
@@ -66,5 +67,5 @@ def describe_machine(gpus: list[str]) -> dict[str, Any]:
         "torch": version("torch"),
         "samestep": version("samestep"),
         "date": time.strftime("%Y-%m-%d"),
-        "load_average": round(os.getloadavg()[0], 2),
+        "load_average": round(os.getloadavg()[0], 2),  # other programs explain slow steps
     }

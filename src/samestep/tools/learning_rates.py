@@ -15,6 +15,7 @@ from samestep.errors import NonFiniteError
 from samestep.tools.launch import run_on_ranks
 
 STEPS = 100
+# Useful rates of SGD and of Adam are well inside of this range.
 FIRST_RATE = 1e-6
 LAST_RATE = 10.0
 DIVERGED = 4.0  # rise, relative to the smallest loss, after which the steps end

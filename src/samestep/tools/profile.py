@@ -165,6 +165,7 @@ def profile(
             "samestep.tools.profile_worker",
             function,
             subject,
+            # Absolute: the script can change its working directory.
             replace(plan, scratch=Path(scratch).resolve()),
             processes=processes,
             preload=preload,

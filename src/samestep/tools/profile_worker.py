@@ -119,6 +119,7 @@ class StepRecorder:
         backward = torch.autograd.backward
 
         def timed(*arguments: Any, **options: Any) -> Any:
+            # A backward within another, as of checkpointing, belongs to the outer one.
             is_outer = threading.get_ident() == self._thread and self._phase != "backward"
             if is_outer:
                 self._enter("backward")
@@ -126,6 +127,7 @@ class StepRecorder:
             if is_outer:
                 self._enter("optimizer")
 
+        # `Tensor.backward` calls this function, too.
         torch.autograd.backward = timed
         self._hooks.callback(setattr, torch.autograd, "backward", backward)
         self._begin_step()

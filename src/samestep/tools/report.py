@@ -105,6 +105,7 @@ def summary(run: Run) -> dict[str, Any]:
         "steps": run.events.step,
         "resumed": len(run.events.resumed),
         "train_loss": losses[-1][1] if losses else None,
+        # The median: a few slow steps, such as the first one, do not count.
         "samples_per_second": float(numpy.median(speeds)) if speeds else None,
         "best": _last_evaluation(run, best),
         "last": _last_evaluation(run, evaluations),
@@ -121,6 +122,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts with points: losses, metrics of evaluations, then other values."""
     by_metric: dict[str, list[Series]] = {}
     parts = {False: "", True: ", training"}
+    # In the order of `_TITLES`: the first chart is that of the loss.
     by_curve: dict[str, list[Series]] = {name: [] for name in _TITLES}
     for number, run in enumerate(runs):
         curves = {**run.events.curves}
@@ -192,6 +194,7 @@ def draw(chart: Chart) -> dict[str, Any]:
     # A single step has no width.
     right = max(xs.max(), xs.min() + 1)
     low, high = (ys.min(), ys.max()) if len(ys) else (0.0, 1.0)
+    # A constant curve has a height of zero, by which `down` would divide.
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low = low - margin
     high = high + margin
@@ -257,5 +260,6 @@ def ticks(least: float, most: float) -> list[float]:
     # 0.999: rounding must not select the next factor.
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = int(numpy.ceil(least / step))
+    # 1e-9: rounding must not drop the last tick.
     last = int(most / step + 1e-9)
     return [float(number * step) for number in range(first, last + 1)]

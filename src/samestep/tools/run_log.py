@@ -28,7 +28,7 @@ _NOT_METRICS = (
 )
 _NOTES = ("note", "skipped", "stop")
 _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
-_MAX_LOGGED = 100
+_MAX_LOGGED = 100  # curves of a run: the report draws a chart of each
 _LINE_BYTES = 1 << 22  # a longer line is no event
 _LOG_BYTES = 1 << 31
 
@@ -44,7 +44,7 @@ def parse_number(value: object) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:
+    except OverflowError:  # JSON has integers of any size
         return None
 
 
@@ -58,6 +58,7 @@ def parse_finite(value: object) -> float | None:
 
 def parse_count(value: object) -> int | None:
     """Return a non-negative integer below 2^53; None for any other value."""
+    # Charts have steps as float64, which represents each integer below 2^53.
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
         return value
     return None
@@ -70,6 +71,7 @@ def parse_text(value: object) -> str:
 
 def _cleaned(value: Any) -> Any:
     if isinstance(value, str):
+        # `printable` keeps line breaks, which would divide a row of the screen.
         return printable(value.replace("\n", " "))
     if isinstance(value, dict):
         return {_cleaned(name): _cleaned(item) for name, item in value.items()}
@@ -167,6 +169,7 @@ class EventLog:
         counts = [event[name] for name in _COUNTS if name in event]
         if kind == "step" and any(parse_count(count) is None for count in counts):
             return
+        # A resumed run appends to the file: an end counts only as the last event.
         self.end = event if kind in ("end", "failure") else None
         if step is not None:
             self._add_at(step, kind, event)
@@ -263,6 +266,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         InputError: a directory is not a run, cannot be read, or is listed twice.
     """
+    # Resolved: a link and its target are one run.
     resolved = [folder.resolve() for folder in folders]
     for number, folder in enumerate(resolved):
         if folder in resolved[:number]:

@@ -130,6 +130,7 @@ def _last_lines(path: Path, size: int) -> list[bytes]:
     with suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as file:
         begin = max(0, file.seek(0, 2) - size)
         file.seek(begin)
+        # Not to the end: the file can grow meanwhile.
         *lines, _ = file.read(size).split(b"\n")
         return lines[begin > 0 :]  # the first line is not complete
     return []
@@ -173,6 +174,7 @@ def _read_rank(rank: int, path: Path, is_running: bool) -> RankRow:
         return RankRow(rank)
     # The clock of another machine can be wrong.
     age = round(max(0.0, time.time() - path.stat().st_mtime), 1)
+    # After the end of the run, all ranks are silent.
     if is_running and age >= SILENT_SECONDS:
         return RankRow(rank, "silent", age, line)
     return RankRow(rank, "active", age, line)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 def render(template: str, **values: object) -> str:
     """Return the text of the template `NAME.jinja` in this folder; values of HTML are escaped."""
+    # Here: a package of the extra `recipes`.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=template.endswith(".html"),
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a misspelled name is an error, and no empty text
         trim_blocks=True,
         lstrip_blocks=True,
     )
