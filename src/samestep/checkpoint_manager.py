@@ -101,10 +101,15 @@ class CheckpointManager(LoopCheckpoints):
         loaders = _by_name(batches)
         loops = _plain_loops(_by_name(model), optimizer, scheduler, scaler)
         world = next(iter(loops.values())).world
+        if "script_generators" in (state or {}):
+            value = "state has an object 'script_generators'"
+            expected = "another name: this one has the random generators of the script"
+            raise InputError(value, expected, "rename the object", code="E_VALUE")
         objects = {**(state or {}), "script_generators": _Generators(world.device)}
         for name, loader in loaders.items():
             if isinstance(loader, WholeBatches) and loader.has_state:
-                objects[f"order_of_loader_{name}".rstrip("_")] = loader
+                key = f"order_of_loader_{name}" if name else "order_of_loader"
+                objects[key] = loader
         for loop in loops.values():
             require_savable(loop.model, loop.optimizer, loop.scheduler, objects)
         _require_equal_folder(str(folder), world)

@@ -65,6 +65,14 @@ def loader(
     """
     # Not strict: most calls have fewer arguments, and surplus ones are refused below.
     named = {**dict(zip(_LOADER_DEFAULTS, arguments, strict=False)), **options}
+    twice = [name for name, _ in zip(_LOADER_DEFAULTS, arguments, strict=False) if name in options]
+    if twice:
+        raise InputError(
+            f"samestep.loader received {twice[0]} by position and by name",
+            expected="each argument once",
+            fix=f"leave {twice[0]}= out",
+            code="E_LOADER",
+        )
     unknown = [name for name in named if name not in _LOADER_DEFAULTS]
     if len(arguments) > len(_LOADER_DEFAULTS):
         unknown.append(f"number {len(arguments)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -53,11 +54,20 @@ def _described(value: Any) -> Any:
 def changed_keys(saved: Settings, current: Settings) -> dict[str, list[str]]:
     """Return the keys of the settings with another value."""
     keys = {
-        name: [key for key in values if key in saved[name] and saved[name][key] != values[key]]
+        name: [key for key in values if _has_changed(key, saved[name], values)]
         for name, values in current.items()
         if name in saved
     }
     return {name: changed for name, changed in keys.items() if changed}
+
+
+def _has_changed(key: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether a saved value is another one; a value that is not a number equals itself."""
+    if key not in saved:
+        return False
+    numbers = [one for one in (saved[key], current[key]) if isinstance(one, float)]
+    are_undefined = len(numbers) == 2 and all(map(math.isnan, numbers))
+    return bool(saved[key] != current[key]) and not are_undefined
 
 
 def attributes_of(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +102,7 @@ def attribute_changes(saved: Mapping[str, Any], objects: Mapping[str, Any]) -> I
     """Yield the attributes that a checkpoint did not restore."""
     current = attributes_of(objects)
     for name, before in saved.items():
-        if name in current and before != current[name]:
+        if name in current and _has_changed(name, saved, current):
             yield f"{name} is {current[name]}, and was {before} when saved"
 
 
@@ -102,7 +112,7 @@ def setting_changes(
     """Yield the settings with another value; a checkpoint of another version can lack some."""
     current = json.loads(json.dumps(current))
     for key in current:
-        if key in saved and saved[key] != current[key]:
+        if _has_changed(key, saved, current):
             yield f"{name}: {key} is {current[key]}, and was {saved[key]}"
 
 

@@ -252,7 +252,7 @@ class TrainingOptions(
             step = 0
             if checkpoint is not None:
                 step = step_of(checkpoint)
-            plan = RunPlan(plan.recipe, folder, checkpoint, step)
+            plan = replace(plan, checkpoint=checkpoint, step=step)
             return step
 
         try:

@@ -468,7 +468,7 @@ def _draws_once(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.batch_sampler, EpochOrder):
         return True
     sampler = getattr(loader.batch_sampler, "sampler", None)
-    if isinstance(sampler, RandomSampler):
+    if type(sampler) is RandomSampler:  # a subclass can draw any indices
         # Further samples are drawn from another permutation.
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
     return type(sampler) in (SequentialSampler, SubsetRandomSampler)

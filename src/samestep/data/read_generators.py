@@ -47,6 +47,8 @@ class WatchedGenerators:
         self._torch = torch.get_rng_state()
         self._numpy = ctypes.string_at(self._address, _STATE_BYTES)
         self._script = get_bit_generator()
+        # With the second Gaussian number, which the change of the bits drops.
+        self._script_state = numpy.random.get_state(legacy=False)
         # Draws change these bits, and not those of the script.
         set_bit_generator(self._bits)
         self._has_drawn: bool | None = None
@@ -60,6 +62,8 @@ class WatchedGenerators:
             torch.set_rng_state(self._torch)
             numpy.random.seed(0)  # a second Gaussian number is kept outside of the bits
         set_bit_generator(self._script)
+        if self._script_state["has_gauss"]:
+            numpy.random.set_state(self._script_state)
 
     def have_drawn(self) -> bool:
         """Whether a generator has been used in the block; called at its end."""

@@ -159,14 +159,20 @@ class WholeBatches:
             return _MANY
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of generators from which torch's order of the epoch can be drawn."""
+        """Return the states from which torch's order of the epoch can be drawn, and own ones.
+
+        Generators of the loader and its samplers alone: others are those of the script.
+        """
+        own = [generator.state() for generator in self._own_generators()]
         if self._begin is None:
-            return {}
-        return {"begin": self._begin}
+            return {"own": own}
+        return {"begin": self._begin, "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`; assign the cursor too."""
         self._resumed = state.get("begin")
+        for generator, saved in zip(self._own_generators(), state.get("own", ()), strict=False):
+            generator.set_state(saved)
 
     @property
     def has_state(self) -> bool:
@@ -255,7 +261,10 @@ class WholeBatches:
 
     def _generators(self) -> list[PassedGenerator]:
         """Return the generators from which torch's loader and its sampler can draw an order."""
-        generators = passed_generators(torch.device("cpu"))
+        return [*passed_generators(torch.device("cpu")), *self._own_generators()]
+
+    def _own_generators(self) -> list[PassedGenerator]:
+        generators = []
         seen = set[int]()
         for owner in (self._loader, self._loader.sampler, self._loader.batch_sampler):
             one = getattr(owner, "__dict__", {}).get("generator")

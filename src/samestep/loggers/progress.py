@@ -53,7 +53,7 @@ class ProgressLogger(Logger):
 
     def log_event(self, event: Event) -> None:
         kind = event["event"]
-        if kind == "step":
+        if kind == "step" and "loss" in event:  # of a recipe; a loop of one's own calls `log`
             text = f"loss {event['loss']:.4f}  {event['samples_per_second']:,.0f} samples/s"
             label = f"epoch {event['epoch'] + 1}"
             self.log_progress(label, event["step_in_epoch"], event["steps_in_epoch"], text)

@@ -114,8 +114,10 @@ class FirstRankPrograms:
         try:
             result = program()
             return result
-        except (subprocess.SubprocessError, OSError) as error:
-            result = error
+        except Exception as error:
+            # Also of the text of the output, which need not be in the encoding of the script.
+            if type(error).__module__ in ("builtins", "subprocess"):  # others can need arguments
+                result = error
             raise
         finally:
             self._is_running = False

@@ -142,6 +142,7 @@ def unchanged(
     """
     rank, size = rank_and_size()
     is_reporting = rank == 0 and not process_state.is_experiment
+    summary = None
     try:
         with ExitStack() as stack:
             if size == 1 and reduction == "fast":
@@ -151,7 +152,7 @@ def unchanged(
             summary.explains = explains
             yield summary
     except SystemExit:  # a usual end of a script
-        if is_reporting:
+        if is_reporting and summary is not None:
             summary.report()
         raise
     if is_reporting:

@@ -31,23 +31,26 @@ class _Mover:
         self._first = first
         self._generator_device = first
 
-    def begin(self, module: nn.Module, args: Any) -> None:
-        """Hook of the model: the first draws come from the generator of the first device."""
-        self._generator_device = self._first
+    def end(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Hook of the model: later draws continue from those of the forward."""
+        self._continue_on(self._first)
 
     def move(
         self, device: torch.device, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Hook of a module: move inputs and generator state to its device."""
-        # One stream of random numbers goes through all devices, as on a single one.
-        if is_accelerator(device) and device != self._generator_device:
-            accelerator = accelerator_module()
-            accelerator.set_rng_state(accelerator.get_rng_state(self._generator_device), device)
-            self._generator_device = device
+        self._continue_on(device)
         moved: tuple[Any, Any] = tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
         )
         return moved
+
+    def _continue_on(self, device: torch.device) -> None:
+        """Let one stream of random numbers go through all devices, as on a single one."""
+        if is_accelerator(device) and device != self._generator_device:
+            accelerator = accelerator_module()
+            accelerator.set_rng_state(accelerator.get_rng_state(self._generator_device), device)
+            self._generator_device = device
 
 
 def apply_device_map(model: nn.Module, world: World) -> None:
@@ -75,8 +78,7 @@ def apply_device_map(model: nn.Module, world: World) -> None:
             inside[outer].add(number)
     # Inputs move where a subtree is on one device; a module with several devices passes them on.
     mover = _Mover(devices[0])
-    # First: hooks run in the order of registration, and the model may have one of `move` itself.
-    model.register_forward_pre_hook(mover.begin)
+    model.register_forward_hook(mover.end, always_call=True)
     for name, module in modules.items():
         if _own_tensors(module):
             # Not `module.to`, which would move the children, too.

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from samestep.distributed.device_reads import device_reads
+from samestep.errors import InputError
 from samestep.view.ranks import Ranks
 
 TotalNorm = Callable[..., torch.Tensor]
@@ -75,10 +76,21 @@ class _Part:
                 return before(gradients, norm_type, error_if_nonfinite, foreach)
             others = [gradient for gradient in gradients if id(gradient) not in own]
             if split.is_exact:
-                # Complete gradients in the order of parameters: another sum has other bits.
+                # Complete gradients in one order: another sum has other bits.
                 values = {name: {"": one.grad} for name, one in own.values()}
-                full = [value for _, _, value in split.full_values(parameters, values)]
-                return before(full + others, norm_type, error_if_nonfinite, foreach)
+                full = {name: value for name, _, value in split.full_values(parameters, values)}
+                every = [*full.values(), *others]
+                if not split.has_stages:  # otherwise this rank does not know the script's order
+                    names = {id(one.grad): name for name, one in own.values()}
+                    every = [full[names[id(one)]] if id(one) in names else one for one in gradients]
+                return before(every, norm_type, error_if_nonfinite, foreach)
+            if norm_type <= 0:
+                raise InputError(
+                    f"the norm of order {norm_type} of gradients that ranks divide",
+                    expected="an order above 0: others are no sums over the ranks",
+                    fix="norm_type=2.0, or infinity",
+                    code="E_VALUE",
+                )
             counted = {key for key, (_, one) in own.items() if split.counts(one)}
             parts = [gradient for gradient in gradients if id(gradient) in counted]
             norms = [split.norm_of_parts(parts, float(norm_type), self._ranks)]
@@ -103,9 +115,16 @@ class _Part:
                 groups = optimizer.param_groups
                 updated = {parameter for group in groups for parameter in group["params"]}
                 if not updated.isdisjoint(module.parameters()):
+                    # A rank without gradients, as of a frozen stage, takes part, too.
+                    device = next(iter(updated)).device
+                    own = torch.zeros((), device=device)
                     for flag in flags.values():
-                        # An overflow on one rank is one on all: every rank skips the step.
-                        flag.copy_(self._ranks.sum(flag.float()).clamp(max=1.0))
+                        own += flag.float().to(device)
+                    # An overflow on one rank is one on all: every rank skips the step.
+                    found = self._ranks.sum(own).clamp(max=1.0)
+                    flags = flags or {device: found}
+                    for flag in flags.values():
+                        flag.copy_(found)
             return flags
 
         return unscale

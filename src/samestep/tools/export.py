@@ -120,8 +120,10 @@ def _write_onnx(
 def _relative_difference(outputs: Any, others: Any) -> float:
     expected = list(tensors_of(outputs))
     actual = list(tensors_of(others))
-    if [t.shape for t in expected] != [t.shape for t in actual]:
+    if not expected or [t.shape for t in expected] != [t.shape for t in actual]:
         return float("inf")
-    largest = max(float(t.abs().max()) for t in expected)
-    distance = max(float((a - b).abs().max()) for a, b in zip(expected, actual, strict=True))
-    return distance / max(largest, 1e-30)
+    pairs = zip(expected, actual, strict=True)
+    # By torch, whose maximum of numbers with a NaN is NaN; in float64, also of truth values.
+    distance = torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs]).max()
+    largest = torch.stack([tensor.double().abs().max() for tensor in expected]).max()
+    return float(distance) / max(float(largest), 1e-30)

@@ -261,5 +261,5 @@ def ticks(least: float, most: float) -> list[float]:
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = int(numpy.ceil(least / step))
     # 1e-9: rounding must not drop the last tick.
-    last = int(most / step + 1e-9)
+    last = int(numpy.floor(most / step + 1e-9))
     return [float(number * step) for number in range(first, last + 1)]

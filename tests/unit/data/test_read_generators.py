@@ -87,3 +87,16 @@ def test_any_index_is_a_number() -> None:
     names = [sample_number(name) for name in ("a", "b", ("a", 1), "\ud800")]
     assert len(set(names)) == 4
     assert sample_number("a") == 16860193610431497119
+
+
+def test_reads_without_draws_leave_the_second_gaussian_number() -> None:
+    numpy.random.seed(0)
+    plain = numpy.random.randn(3).tolist()
+    numpy.random.seed(0)
+    draws = [numpy.random.randn()]
+    with WatchedGenerators():
+        pass
+    draws.append(numpy.random.randn())
+    with WatchedGenerators():
+        numpy.random.randn()
+    assert [*draws, numpy.random.randn()] == plain

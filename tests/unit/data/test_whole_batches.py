@@ -214,3 +214,30 @@ def test_stop_request_ends_a_loop_over_epochs_before_its_next_batch() -> None:
                     samestep.request_stop()
     assert raised.value.code == 130
     assert seen == [(0, [0, 1]), (0, [2, 3])]
+
+
+def test_a_generator_of_the_loader_continues_after_a_resumption() -> None:
+    def loader() -> WholeBatches:
+        generator = torch.Generator().manual_seed(3)
+        return samestep.loader(torch.utils.data.DataLoader(data(), batch_size=4, shuffle=True, generator=generator))
+
+    plain = loader()
+    orders = [rows(plain) for _ in range(3)]
+    for complete in (False, True):
+        first = loader()
+        assert rows(first) == orders[0]
+        iterator = iter(first)
+        taken = list(islice(iterator, 3 if complete else 2))
+        if complete:
+            assert list(iterator) == []
+        resumed = loader()
+        resumed.cursor = first.cursor
+        resumed.load_state_dict(first.state_dict())
+        assert [*(batch[0].tolist() for batch in taken), *rows(resumed)][-3:] == orders[2 if complete else 1]
+        assert rows(resumed) == orders[2] or complete
+
+
+def test_an_argument_that_comes_twice_is_refused() -> None:
+    with pytest.raises(InputError) as error:
+        samestep.loader(data(), 3, batch_size=6)
+    assert error.value.code == "E_LOADER"

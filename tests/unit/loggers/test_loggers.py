@@ -259,6 +259,7 @@ def test_progress_without_a_terminal_prints_evaluations_notes_and_metrics() -> N
     out = io.StringIO()
     logger = ProgressLogger(Console(file=out))
     note = "[red]a note[/red] in brackets " + "x" * 100
+    logger.log_event({"event": "step", "step": 1})  # of a loop of one's own, without a loss
     logger.log_event({"event": "note", "text": note})
     logger.log_event({"event": "resume", "step": 1, "text": "resuming after step 1"})
     logger.log_event(STEP)

@@ -453,6 +453,7 @@ def test_functions_of_subprocess_use_it(ranks: list[FirstRankPrograms]) -> None:
         ("exit 4", {"shell": True, "check": True}, subprocess.CalledProcessError),
         ("sleep 5", {"shell": True, "timeout": 0.05}, subprocess.TimeoutExpired),
         (["no-such-program"], {}, FileNotFoundError),
+        ("printf '\\377'", {"shell": True, "capture_output": True, "text": True}, UnicodeDecodeError),
     ],
 )
 def test_errors_are_those_of_rank_0(

@@ -56,7 +56,7 @@ def refusals(name: str, mesh: dict[str, int], models: list[str]) -> list[str]:
 
 
 def steps_of_optimizers(name: str, mesh: dict[str, int], models: list[str]) -> list[str]:
-    """Return the code of the error of the first step of each optimizer."""
+    """Return the code of the error of the first step of each optimizer, and of a norm of order 0."""
     config, _ = _joined(name, mesh, "fast")
     codes = []
     for make in (torch.optim.AdamW, torch.optim.Adafactor):
@@ -64,6 +64,8 @@ def steps_of_optimizers(name: str, mesh: dict[str, int], models: list[str]) -> l
         optimizer = make(divided.parameters())
         divided(inputs(0, ROWS)).pow(2).mean().backward()
         codes.append(error_code(optimizer.step))
+    # Of a gradient that other ranks have parts of.
+    codes.append(error_code(lambda: nn.utils.clip_grad_norm_(divided.parameters(), 1.0, norm_type=0)))
     return codes
 
 
@@ -338,7 +340,9 @@ def test_layouts_have_the_values_of_the_plain_loop(layout: str, models: list[str
             assert calls == [4, 0, []], name  # all calls but the first of each kind were divided
 
 
-@pytest.mark.parametrize(("layout", "codes"), [("tp 2", ["none", "E_OPTIMIZER"]), ("pp 2", ["none", "none"])])
+@pytest.mark.parametrize(
+    ("layout", "codes"), [("tp 2", ["none", "E_OPTIMIZER", "E_VALUE"]), ("pp 2", ["none", "none", "E_VALUE"])]
+)
 def test_optimizer_updates_the_parts_of_a_rank_alone(layout: str, codes: list[str], on_ranks: RankServer) -> None:
     assert started(on_ranks, steps_of_optimizers, layout, ["perceptron"]) == codes
 

@@ -35,4 +35,5 @@ def test_points_are_inside_the_plot() -> None:
 
 def test_ticks_are_round() -> None:
     assert ticks(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert max(ticks(-0.936, -0.264)) <= -0.264
     assert ticks(13.0, 987.0) == [200.0, 400.0, 600.0, 800.0]

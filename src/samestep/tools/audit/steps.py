@@ -39,6 +39,7 @@ class _Schedule:
     """Counts of the steps of one scheduler."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler  # alive: another one would get the same `id`
         self.name = type(scheduler).__name__
         self.period = getattr(scheduler, "T_max", None)
         self.steps = 0

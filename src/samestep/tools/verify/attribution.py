@@ -155,7 +155,8 @@ class Attribution:
         evidence = f"{described(self._one)}, run twice, differ between the runs"
         evidence = f"{evidence}: {repeated.location}"
         if repeated.stage in ("inputs", "targets"):
-            finding = self._inputs(repeated)
+            between = Attribution(self._runner, self._reference, second, tolerance)
+            finding = between._inputs(repeated)
             return Finding(finding.cause, repeated, (evidence, *finding.evidence))
         if repeated.stage in ("outputs", "loss", "gradients"):
             exact = self._runner.run(self._one, double=True)

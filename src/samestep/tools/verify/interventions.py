@@ -183,5 +183,11 @@ def _reorder_directories(rank: int) -> None:
         start = rank % (len(entries) or 1)
         return entries[start:] + entries[:start]
 
-    os.listdir = lambda *arguments: reordered(list_names(*arguments))
-    os.scandir = lambda *arguments: Entries(iter(reordered(list(scan(*arguments)))))  # type: ignore[assignment]
+    def listdir(path: Any = ".") -> Any:
+        return reordered(list_names(path))
+
+    def scandir(path: Any = ".") -> Any:
+        return Entries(iter(reordered(list(scan(path)))))
+
+    os.listdir = listdir
+    os.scandir = scandir

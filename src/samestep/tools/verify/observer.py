@@ -94,7 +94,8 @@ class Observer:
             # A backward within another, as of checkpointing, is not one of the script.
             if not self._is_inside and torch._C._current_graph_task_id() == -1:
                 for root in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
-                    if root.numel() == 1:  # other roots are no losses
+                    # Other roots are no losses, and edges of the graph have no value.
+                    if isinstance(root, torch.Tensor) and root.numel() == 1:
                         self._losses.append(float(root.detach()))
             backward(tensors, *arguments, **options)
 
@@ -365,7 +366,9 @@ class Observer:
         @wraps(clip)
         def observed(parameters: Any, *arguments: Any, **options: Any) -> Any:
             values = (*arguments, *options.values())
-            numbers = [float(value) for value in values if isinstance(value, int | float)]
+            numbers = [
+                float(value) for value in values if isinstance(value, int | float | torch.Tensor)
+            ]
             self._clippings.append({name: numbers})
             return clip(parameters, *arguments, **options)
 

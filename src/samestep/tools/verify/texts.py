@@ -102,7 +102,9 @@ def _distance(text: str, repeated: str, other: str, *, is_exact: bool) -> float:
     difference = abs(value - actual) - _FACTOR * varies - 1.01 * last_digit
     if math.isnan(difference):
         return float(not (math.isnan(value) and math.isnan(actual)))
-    return max(0.0, difference) / max(abs(value), abs(actual))
+    if difference <= 0:  # also of 0 and -0, which differ as texts alone
+        return 0.0
+    return difference / max(abs(value), abs(actual))
 
 
 @contextmanager

@@ -35,6 +35,11 @@ def test_rounding_of_a_printed_number_is_its_last_digit() -> None:
     assert size == pytest.approx(1 / 25)
 
 
+def test_zeros_of_either_sign_are_one_number() -> None:
+    for text, other in (("loss 0.0", "loss -0.0"), ("loss 0.0", "loss 0.00")):
+        assert differences([text], [other], is_exact=False) == []
+
+
 def test_missing_lines_differ() -> None:
     assert differences(["a 1", "b 2"], ["a 1"]) == [("2 lines and 1 lines", None)]
     assert differences(["a 1", "b 2"], ["a 1"], ["a 1"]) == []
