@@ -12,6 +12,7 @@ PACKAGE = "samestep"
 # From the bottom up; rooms on one line do not import each other. The package itself ("") and __main__
 # stand above every room: nothing below may import them.
 FLOORS = [
+    ["error_text"],
     ["errors"],
     ["units", "torchvision_import"],
     ["cursor", "microbatches"],

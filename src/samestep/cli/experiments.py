@@ -32,7 +32,8 @@ from samestep.cli.options import (
 )
 from samestep.cli.run_plans import load_resolved
 from samestep.config import Recipe, RunOptions, resolve_mesh
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, printable
+from samestep.error_text import printable
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
 from samestep.runs import run_folder

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from samestep.distributed.devices import gpu_memory
-from samestep.errors import message_of
+from samestep.error_text import message_of
 from samestep.units import format_bytes
 
 # gloo's errors have no type of their own.

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import RankStatus, StatusSnapshot
-from samestep.errors import EXIT_FAILED, bounded
+from samestep.error_text import bounded
+from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
 from samestep.launcher.process_state import Job
 from samestep.launcher.rendezvous import (

@@ -17,7 +17,8 @@ from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from samestep.errors import InputError, RunError, message_of
+from samestep.error_text import message_of
+from samestep.errors import InputError, RunError
 
 
 @dataclass(frozen=True)

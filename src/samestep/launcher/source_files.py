@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from samestep.errors import InputError, printable
+from samestep.error_text import printable
+from samestep.errors import InputError
 from samestep.units import plural
 
 if TYPE_CHECKING:

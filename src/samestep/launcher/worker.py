@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
 from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, die_with_parent
 from samestep.distributed.standard_streams import STALL_SECONDS, protect_output, send_output_to
-from samestep.errors import InputError, message_of
+from samestep.error_text import message_of
+from samestep.errors import InputError
 from samestep.launcher.failure import Failure
 from samestep.launcher.pickling import pack
 from samestep.launcher.process_state import WorkerSpec, process_state

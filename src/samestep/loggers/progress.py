@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from samestep.distributed.logging import plain_console
-from samestep.errors import printable
+from samestep.error_text import printable
 from samestep.loggers.logger import NOT_METRICS, Event, Logger, format_metric
 from samestep.units import plural
 

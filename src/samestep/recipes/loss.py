@@ -20,7 +20,8 @@ from samestep.distributed.torch_errors import (
     reason_of,
 )
 from samestep.distributed.world import World, all_gather
-from samestep.errors import InputError, NonFiniteError, class_name, message_of
+from samestep.error_text import class_name, message_of
+from samestep.errors import InputError, NonFiniteError
 from samestep.global_view import any_rank
 from samestep.recipes.samples import parts_of
 from samestep.zoo.losses import IGNORED, bce_with_logits, cross_entropy

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from samestep.config import Recipe, RunOptions
 from samestep.distributed.logging import plain_console
-from samestep.errors import printable
+from samestep.error_text import printable
 from samestep.loggers.trackers import tensorboard_command
 from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.launch import run_on_ranks

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from samestep.checkpoint.folder_lock import is_locked
 from samestep.distributed.disk_operations import regular_file
-from samestep.errors import printable
+from samestep.error_text import printable
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP

@@ -14,7 +14,8 @@ from torch.utils.data import default_collate
 
 from samestep.data.batch import Collate, SizedDataset
 from samestep.data.sample_files import fingerprint_of
-from samestep.errors import DataError, printable
+from samestep.error_text import printable
+from samestep.errors import DataError
 from samestep.zoo.options import require_option
 
 Answer = dict[str, Any]

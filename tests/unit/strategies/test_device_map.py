@@ -68,3 +68,26 @@ def test_maps_that_do_not_fit_are_errors(
     with pytest.raises(InputError) as error:
         applied(model, monkeypatch, **place)
     assert error.value.code == "E_STRATEGY"
+
+
+def test_random_numbers_continue_from_device_to_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    drawn = {first: 0, second: 0}  # in place of states
+
+    class Accelerator:
+        get_rng_state = staticmethod(drawn.__getitem__)
+
+        @staticmethod
+        def set_rng_state(state: int, device: torch.device) -> None:
+            drawn[device] = state
+
+    monkeypatch.setattr(device_map, "accelerator_module", lambda: Accelerator)
+    mover = device_map._Mover(first)
+    layer = torch.nn.Identity()
+    for number in range(3):
+        for device in (first, second):
+            mover.move(device, layer, (), {})
+            drawn[device] += 1
+        mover.end(layer, (), None)
+        drawn[first] += 1  # the script draws between two forwards
+        assert drawn[first] == 3 * (number + 1)

@@ -26,7 +26,8 @@ from rich.padding import Padding
 from samestep.distributed.env import all_variables
 from samestep.distributed.logging import plain_console
 from samestep.distributed.signals import GROUP_SIGNALS, handled_signals
-from samestep.errors import InputError, printable
+from samestep.error_text import printable
+from samestep.errors import InputError
 from samestep.tools.audit.data_findings import (
     data_findings,
     file_findings,
