@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # Time that a run waits for a reader that does not read, such as a terminal stopped by Ctrl-S.
 STALL_SECONDS = 5.0
+# Time that a rank waits for the reader of its standard output, such as the next program of a
+# pipeline.
+STDOUT_SECONDS = 60.0
 # Errors that a later write may not have. After other errors, such as a closed pipe, the descriptor
 # is redirected.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -21,7 +21,12 @@ from typing import Any, NoReturn
 
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
 from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, die_with_parent
-from samestep.distributed.standard_streams import STALL_SECONDS, protect_output, send_output_to
+from samestep.distributed.standard_streams import (
+    STALL_SECONDS,
+    STDOUT_SECONDS,
+    protect_output,
+    send_output_to,
+)
 from samestep.error_text import message_of
 from samestep.errors import InputError
 from samestep.launcher.failure import Failure
@@ -29,9 +34,6 @@ from samestep.launcher.pickling import pack
 from samestep.launcher.process_state import WorkerSpec, process_state
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS
 
-# Time that a rank waits for the reader of its standard output, such as the next program of a
-# pipeline.
-_STDOUT_SECONDS = 60.0
 _SCRIPT_TIMEOUT = timedelta(minutes=10)
 
 
@@ -119,7 +121,7 @@ def _set_up(worker_spec: WorkerSpec) -> None:
     # A rank that waits for the reader of its output must continue before it counts as hung.
     limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
     protect_output(
-        stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS)
+        stdout_seconds=min(limit, STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS)
     )
     # Before torch's defaults, which keep the variables that are set.
     set_environment(worker_spec.environment)
