@@ -85,6 +85,7 @@ def parallel(
         name = config and config.name
         process_state.observe_module(module, {"strategy": name, **asdict(options)})
     _place(module)
+    # Also on one rank: collectives in calls are refused on every number of ranks.
     view.parallel_modules.add(module)
     require_microbatches(microbatches, view.ranks.size)
     has_slices = reduction == "exact" and microbatches != 1
@@ -111,6 +112,7 @@ def owner_of(
     """
     reduction = options.reduction
     view = joined_view(config, reduction)
+    # Before the division, after which ranks hold different parts.
     view.require_equal(module, is_divided)
     # Whether it is a part of a module that is divided, or has such a part.
     is_part = any(map(is_divided, module.parameters()))
@@ -151,6 +153,7 @@ def world_of_process(world: World, reduction: Reduction = "fast") -> Iterator[No
     try:
         yield
     except BaseException as raised:
+        # After an error of this rank, the view ends without a word to the others.
         error = type(raised)
         raise
     finally:
@@ -201,6 +204,7 @@ class _Parallel(nn.Module):
         owner = type(self)._samestep_owner  # type: ignore[attr-defined]
         with _own_class(self), owner.strategy.complete(self):
             copied = copy.deepcopy(self, memo)
+        # A strategy belongs to one module: the hub refers to the parameters.
         strategy = owner.strategy.of_copy()
         strategy.prepare(copied)
         _divide(copied, ParallelModule(owner.view, copied, strategy, owner.options))
@@ -213,6 +217,7 @@ def _own_class(module: Any) -> Iterator[None]:
     parallel_class = type(module)
     module.__class__ = parallel_class._samestep_base
     if parallel_class._samestep_forward is not None:
+        # A forward that the script has patched in belongs to a copy or file too.
         module.__dict__["forward"] = parallel_class._samestep_forward
     try:
         yield
@@ -236,6 +241,8 @@ def _divide(module: nn.Module, owner: ParallelModule) -> None:
             return forward(*arguments, **options)
         return owner.call(forward, eager, arguments, options)
 
+    # In a class: copies and files would contain an attribute of the module itself. The names are
+    # those of the base, which messages and comparisons of ranks show.
     attributes = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -256,6 +263,7 @@ def joined_view(strategy: StrategyConfig | None, reduction: Literal["fast", "exa
     view: View | None = process_state.view
     if view is None:
         view = View(world)
+        # Sums of `exact` have the order of microbatches, which Rows do not know.
         view.keeps_rows = world.session.options.reduction == "fast"
         process_state.view = view
         process_state.exit_stack.push(_forget_view)  # before the world ends
@@ -293,6 +301,7 @@ def _strategy(
 
         kind = Sharded
         if is_exact or is_part:
+            # `exact` has a fixed order of sums, and torch's reduce-scatter that of the backend.
             kind = Gathered
         kind = partial(kind, is_exact=is_exact)
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:

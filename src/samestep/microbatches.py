@@ -16,11 +16,13 @@ def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     Sizes differ by at most one. A batch smaller than `microbatches` has empty microbatches, which
     do not take part in the step.
     """
+    # A function of the batch alone, so that microbatches do not depend on ranks.
     return [(size * v // microbatches, size * (v + 1) // microbatches) for v in range(microbatches)]
 
 
 def owned_microbatches(microbatches: int, ranks: int, rank: int) -> range:
     """Return the microbatches of one of some ranks: `[V*r//R, V*(r+1)//R)`."""
+    # Consecutive ones: sums of a rank are subtrees of the tree of `reduce/exact.py`.
     return range(microbatches * rank // ranks, microbatches * (rank + 1) // ranks)
 
 
@@ -35,6 +37,7 @@ def require_microbatches(microbatches: int | None, ranks: int, *, ranks_per_mode
     Raises:
         InputError: a rank would have no microbatch.
     """
+    # An upper limit: the first call may fix fewer, and is then checked again.
     number = MOST_MICROBATCHES if microbatches is None else microbatches
     if number < ranks:
         raise InputError(
@@ -86,6 +89,7 @@ def _by_rank(bounds: Sequence[tuple[int, int]], ranks: int) -> list[tuple[int, i
     spans = []
     for rank in range(ranks):
         owned = owned_microbatches(len(bounds), ranks, rank)
+        # Of a rank without microbatches; callers do not divide such a batch.
         span = (0, 0)
         if owned:
             span = (bounds[owned[0]][0], bounds[owned[-1]][1])

@@ -60,6 +60,7 @@ def _with_own_statistics(
     region: Region, input: Tensor, running: Sequence[Tensor | None], *others: Any
 ) -> Tensor:
     """Normalize by the own rows. Running statistics become means of the slices, by their rows."""
+    # Copies: all slices of this rank begin with the same statistics.
     own = [None if values is None else values.clone() for values in running]
     outputs = torch.empty_like(input)
     if input.numel():
@@ -87,6 +88,7 @@ _Slice = tuple[Tensor, Tensor | None, Tensor | None, Callable[[_Moments], None] 
 def _normalize(sums: Sums, slices: Sequence[_Slice], *, eps: float) -> list[Tensor]:
     """Return the outputs of each own slice, in one node."""
     moments = _fast_moments([inputs for inputs, *_ in slices], sums)
+    # On CPUs only: a read of the number would wait for an accelerator.
     if isinstance(moments.count, float) and moments.count < 2:
         # The error of torch's own layer.
         text = "Expected more than 1 value per channel when training, got input size"
@@ -111,6 +113,7 @@ def _fast_moments(slices: Sequence[Tensor], sums: Sums) -> _Moments:
     own = [_own_moments(inputs, kind, count) for inputs, count in zip(slices, counts, strict=True)]
     means = torch.stack([mean for mean, _ in own]).double()
     squares = torch.stack([variance for _, variance in own]).double().addcmul_(means, means)
+    # One message with the number of values, which may differ between ranks.
     messages = torch.cat([means, squares, means.new_ones(len(own), 1)], dim=1)
     pairs = zip(messages.unbind(), counts, strict=True)
     total = sums.sum([message.mul_(count) for message, count in pairs])
@@ -123,6 +126,7 @@ def _fast_moments(slices: Sequence[Tensor], sums: Sums) -> _Moments:
         ]
         spread = sums.sum(spreads).div_(number)
     else:
+        # Rounding can leave a difference below zero.
         spread.addcmul_(whole, whole, value=-1).clamp_(min=0)
     return _Moments(number, whole.to(kind), spread.to(kind))
 
@@ -130,6 +134,7 @@ def _fast_moments(slices: Sequence[Tensor], sums: Sums) -> _Moments:
 def _number(value: Tensor) -> Any:
     if value.device.type == "cpu":
         return value.item()
+    # A copy: the caller divides the memory of this number in place.
     return value.detach().clone()
 
 
@@ -187,6 +192,7 @@ def _update(
     if running_mean is not None:
         running_mean.data.lerp_(moments.mean.to(running_mean.dtype), momentum)
     if running_var is not None:
+        # As in torch: unbiased here, biased in the forward.
         unbiased = moments.variance * (moments.count / (moments.count - 1))
         running_var.data.lerp_(unbiased.to(running_var.dtype), momentum)
 
@@ -211,6 +217,7 @@ class _Normalize(torch.autograd.Function):
             scale, shift = (
                 None if values is None else values.to(moments.mean.dtype) for values in affine
             )
+            # In evaluation mode, torch's kernel takes the moments as they are.
             outputs.append(
                 functional.batch_norm(
                     inputs, moments.mean, moments.variance, scale, shift, False, 0.0, eps
@@ -229,6 +236,7 @@ class _Normalize(torch.autograd.Function):
         for gradient, is_needed, dtype in zip(collected, needed, ctx.types, strict=True):
             result = None
             if is_needed and gradient is not None:
+                # Gradients of weights have the precision of the moments, at least float32.
                 result = gradient.to(dtype)
             results.append(result)
         return tuple(results)
@@ -251,6 +259,7 @@ def _fast_gradients(
         if data.numel():
             by_weight, by_bias = _affine_gradients(data, slope, moments, scale, ctx.eps)
         slices.append((data, slope, weight, by_weight, by_bias))
+    # Equal in all slices of all ranks, so that none waits alone in the sum below.
     if not ctx.needs_input_grad[3]:
         return [(None, by_weight, by_bias) for *_, by_weight, by_bias in slices]
     weights = torch.stack([by_weight for *_, by_weight, _ in slices])
@@ -309,6 +318,8 @@ def _input_gradients(
     if data.is_cuda:  # a kernel of torch's SyncBatchNorm
         factor = torch.ones_like(scale) if weight is None else weight.to(kind)
         dot, shift = total.to(kind).unbind()
+        # The kernel adds the counts of a tensor, one of each rank in SyncBatchNorm, and takes the
+        # sum of dy * (x - mean) instead of dy * xhat.
         count = moments.count.to(torch.int32).view(1)
         by_inputs: Tensor = torch.batch_norm_backward_elemt(
             slope, data, moments.mean, scale, factor, shift, dot / scale, count
@@ -364,6 +375,7 @@ def _rule(compute: Callable[..., Tensor]) -> Rule:
 BATCH_NORM_RULES: dict[Callable[..., Any], Rule] = {
     functional.batch_norm: _rule(_batch_norm),
     torch.batch_norm: _rule(
+        # Another order of arguments; the last one, for cuDNN, is left out.
         lambda region, x, w, b, mean, var, *o: _batch_norm(region, x, mean, var, w, b, *o[:3])
     ),
 }

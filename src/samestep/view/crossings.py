@@ -110,6 +110,7 @@ def cut(whole: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
     """Return the rows of each own slice of a whole tensor; the gradient is gathered."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return rows.own(whole)
+    # Detached: autograd forbids writes into views if one node returns several.
     return crossing(
         [whole],
         lambda value: [part.detach() for part in rows.own(value)],
@@ -225,10 +226,12 @@ class CallExchange:
                     self.is_known_to_all = True
                     raise CallAbandoned
             elif number >= len(self.expected) or own != self.expected[number]:
+                # Nothing is sent: other ranks may be in a sum of another size.
                 raise CallAbandoned
             self.sums.append(own)
         if first.dtype not in (torch.float16, torch.bfloat16):
             return self._reduction.sum(parts)
+        # A sum of halves would be rounded at each addition.
         return self._reduction.sum([part.float() for part in parts]).to(first.dtype)
 
     def require_all_sums(self) -> None:
@@ -247,6 +250,7 @@ class CallExchange:
             device: device of the sums.
             stop: number of the first sum in which not to take part yet; None to take part in all.
         """
+        # Without an earlier call, the next word of this rank ends the sum of the others.
         expected = self.expected or ()
         for elements, dtype in expected[len(self.sums) : stop]:
             self.sum([torch.zeros(elements, dtype=dtype, device=device)] * self._count)

@@ -216,7 +216,7 @@ class DividedCall:
         def compute(position: int, part: Part) -> OwnResult:
             region = replace(self._regions[position], exchange=part)
             if position:
-                region.shared_statistics = shared
+                region.shared_statistics = shared  # the first slice updates them
             with modes.installed():
                 return self._run(region, forward, arguments[position])
 
@@ -258,6 +258,7 @@ class DividedCall:
         columns = list(zip(*words, strict=True))[2:6]
         statuses, *facts = map(set, columns)
         operations, shapes, numbers = (len(one) > 1 or _UNEQUAL in one for one in facts)
+        # In this order: only operations that all slices share can be tried again.
         difference = None
         if _Status.FAILED in statuses:
             difference = _ENDED_EARLY
@@ -308,6 +309,7 @@ class DividedCall:
                     fits = leaf.dim() > 0 and leaf.shape[0] == rows
                 elif output.kind in ("mean", "sum"):
                     fits = leaf.is_floating_point()
+                # Not the dtype, of which the hash differs between processes.
                 dtype = leaf.element_size(), leaf.is_floating_point()
                 facts.append((*dtype, leaf.requires_grad, *leaf.shape[start:]))
             if not fits:
@@ -332,6 +334,7 @@ class DividedCall:
         self._exchange.end_forward()
         kind.exchanges = tuple(self._exchange.sums)
         kind.known[tuple(first.operations.functions)] = self._division
+        # Sorted: the order of a set of texts differs between processes.
         buffers = sorted(place for place in kind.written if isinstance(place, tuple))
         self._strategy.share_buffers([(call.parts[index], name) for index, name in buffers])
         self._before.forget_unwritten()  # an inner graph may keep the snapshot
@@ -452,7 +455,7 @@ class OutputCrossing:
         """Return the gradients of an output of each own slice from the whole. Differentiable."""
         output = self.outputs[number]
         if self.stays[number] is not None:
-            return [gradient]
+            return [gradient]  # already that of the own rows
         if output.kind == "rows":
             return cut(gradient, self._rows(output))
         entered = [gradient] * len(self._shares)

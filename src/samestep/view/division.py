@@ -45,6 +45,7 @@ class Division:
     draw_factors: tuple[int | None, ...] = ()
     minimum_rows: int = 1
     sums: int = 0
+    # Not compared: several lists of operations can have one division (`Kind.divides`).
     operations_per_row: float = field(default=0.0, compare=False)
     operations: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 

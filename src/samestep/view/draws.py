@@ -111,6 +111,7 @@ def _draw(
         torch.rand(())
     generator = torch.Generator(device)
     if factor is None:
+        # Numbers that all rows share, so the seed has no microbatch.
         generator.manual_seed(derive_seed("model", region.seed, index))
         with default_generator(generator):
             return torch.as_tensor(compute(shape))
@@ -215,6 +216,7 @@ def _dropout(on: str, *, feature: bool = False, unbatched: int = 0, inplace: boo
     def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
         input = _argument(arguments, options, 0, "input")
         p = _argument(arguments, options, 1, "p", 0.5)
+        # With such arguments torch draws no numbers.
         if not _argument(arguments, options, 2, on, True) or not 0 < p < 1 or not input.numel():
             return function(*arguments, **options)
         features: Shape = ()
@@ -258,12 +260,14 @@ def _factory(operations: Draws, function: Function, arguments: Arguments, option
         if len(size) == 1 and isinstance(size[0], Sequence):
             size = size[0]
     elif size is None:
+        # `randint` and `normal` receive the size last.
         *first, size = first
 
     def numbers_of(asked: Shape) -> Any:
         return function(*first, size=asked, **others)
 
     shape = tuple(int(length) for length in size)
+    # Without the option this is the default device, which a script may have changed.
     device = torch.empty(0, device=others.get("device")).device
     return _draw(operations, shape, numbers_of, device)
 
@@ -315,6 +319,7 @@ def _attention(
 
         def fused(asked: Shape) -> torch.Tensor:  # such kernels draw from the default generator
             nonlocal first
+            # Called for one microbatch after another, in the order of the rows.
             rows = slice(first, first + asked[0])
             first += asked[0]
             values = [query, key, value, mask]
@@ -326,6 +331,7 @@ def _attention(
 
         return _draw(operations, shape, fused, query.device)
     kind = query.dtype
+    # As inside of the kernel, which would return weights in halves.
     if kind in (torch.float16, torch.bfloat16):
         query = query.float()
         key = key.float()

@@ -93,6 +93,7 @@ class FirstCalls:
         assert module is not None
         arguments, options = with_all_rows((arguments, options))
         self.view.equal_kernels.begin()
+        # Inside of another call, or in another thread, no word may be sent.
         if self.view.whole_here() is None:
             self._enter(Action.WHOLE_CALL)
         with self.strategy.whole(module):
@@ -156,6 +157,7 @@ class FirstCalls:
         if functions in kind.refused:
             self._count_whole(kind.refused[functions], call)
             return result
+        # The call is computed once more, from the same state.
         before.restore()
         kind.division = kind.known.get(functions)
         if kind.division is None:
@@ -179,6 +181,7 @@ class FirstCalls:
                 raise
         words = self.view.word(Action.WATCH, int(watched is not None))
         self.view.require_same_action(words)
+        # Too little memory on one rank decides for all.
         if watched is None or not all(word[2] for word in words):
             before.restore()
             return self._first_divided(kind, call, before)
@@ -237,6 +240,7 @@ class FirstCalls:
             own = call.own_leaves(
                 self.strategy.ranks, self.strategy.reduction, kind.division.inputs
             )
+            # One slice shows the operations of all.
             arguments, options = tree_unflatten(own[0], call.spec)
             start, stop = call.slices.own_bounds[0]
             watched = self._watch(kind, call, before, arguments, options, stop - start)
@@ -274,9 +278,11 @@ class FirstCalls:
             reason = str(decision)
         except Exception as error:  # boundary: a right script must not end because of a trial
             reason = failure("fails in the trial", error)
+        # Freed: the code refers to values of the script.
         kind.backward_code = None
         words = self.view.word(Action.TRIAL, int(division is not None))
         self.view.require_same_action(words)
+        # Memory, for example, can be short on some ranks only.
         if any(word[2] != words[0][2] for word in words):
             division = None
             reason = "the trial differs between ranks"
@@ -296,7 +302,7 @@ class FirstCalls:
         elif reason == OTHER_OPERATIONS and not call.is_tried_again:
             call.is_tried_again = True
             kind.division = None  # tried again, under `fast` with the next call
-            kind.exchanges = None
+            kind.exchanges = None  # other operations may have other sums
             if kind.refused:
                 return self._observed(kind, call)
             return self._watched(kind, call)

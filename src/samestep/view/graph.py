@@ -62,6 +62,7 @@ def captures(
     collected = Captures()
     tensors = [leaf for leaf in own if isinstance(leaf, torch.Tensor)]
     own_leaves = {id(tensor) for tensor in tensors}
+    # Graphs of arguments belong to the script, so the walk ends there.
     seen = {None, *(tensor.grad_fn for tensor in tensors)}
     todo: list[Any] = [leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor)]
     while todo:
@@ -81,6 +82,7 @@ def captures(
             collected.reason = "uses a tensor with a graph that is not an argument"
             continue
         if name == "CheckpointFunctionBackward":
+            # The backward runs code of the module, as the forward of a trial does.
             collected.has_checkpoint = True
         elif isinstance(node, BackwardCFunction):
             collected.functions.append(node)
@@ -155,6 +157,7 @@ def _functions_of(node: Any) -> Iterator[types.FunctionType]:
 def _shared_values(node: Any) -> list[Any]:
     """Return objects in the attributes of a context that something else holds too."""
     attributes = getattr(node, "__dict__", {})
+    # Measured, since references of an expression depend on the version of Python.
     probe = {"": object()}
     alone = sys.getrefcount(probe[""])
     return [

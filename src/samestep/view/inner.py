@@ -81,6 +81,7 @@ class InnerSlice:
         with self.parameters.in_place(leaves[: self._count]):
             self.result = self._run(self.parameters.forward(self._forward), arguments)
         if self._region.positions is not None and self._region.seed is not None:
+            # Draws with seeds have moved the script's stream only to mark their places.
             torch.set_rng_state(state)
         return [leaf for leaf in self.result.leaves if isinstance(leaf, torch.Tensor)]
 
@@ -120,7 +121,7 @@ class _InnerGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inner: InnerSlice, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = inner.leaves(tensors)
-        with torch.enable_grad():
+        with torch.enable_grad():  # off in the forward of a function
             outputs = inner.compute(leaves)
         ctx.inner = inner
         ctx.leaves = leaves
@@ -134,6 +135,7 @@ class _InnerGraph(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise excluded("gradients that are differentiated again")
         if ctx.outputs is None:
+            # The error of autograd, which frees and checks saved tensors only.
             raise RuntimeError(
                 "Trying to backward through the graph a second time. "
                 "Specify retain_graph=True if you need to backward through the graph a second time."
@@ -148,5 +150,5 @@ class _InnerGraph(torch.autograd.Function):
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         collected = ctx.inner.backward(roots, seeds, ctx.leaves, keep_graph=keeps_graph)
         if not keeps_graph:
-            ctx.outputs = None
+            ctx.outputs = None  # frees the inner graph
         return (None, *collected)

@@ -157,6 +157,7 @@ class KindsOfModule:
             self._added += 1
             if self._added > _MOST_KINDS:
                 kind.reason = f"has arguments or modes of more than {_MOST_KINDS} kinds"
+                # Not stored: a kind takes memory, and a script can have any number of them.
                 return kind
             self._known[key] = kind
         return kind
@@ -268,6 +269,7 @@ def has_rows(leaf: Any, rows: int) -> bool:
 
 def operations_hash(functions: Sequence[Operation]) -> int:
     """Return a number below 2**62 for a list of operations, equal in all processes."""
+    # By name: identities of functions differ between processes.
     return _hash(",".join(getattr(one, "__name__", None) or repr(one) for one in functions))
 
 
@@ -279,6 +281,7 @@ def numbers_hash(numbers: Sequence[Any]) -> int:
 
 
 def _hash(text: str) -> int:
+    # Words are signed, and -1 has a meaning (`_UNEQUAL` of divided.py).
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
@@ -331,6 +334,7 @@ def code_of(function: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
         return (inner, *[switch(value, exact=exact, depth=depth) for value in values])
     function = getattr(function, "__func__", function)
     if not isinstance(function, types.FunctionType):
+        # Builtins, and objects that can be called, have no code of their own.
         return type(function).__qualname__
     values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     values = (*values, *(cell.cell_contents for _, cell in cells(function)))

@@ -69,10 +69,12 @@ def is_held_elsewhere(value: Any) -> bool:
     _opened(value, objects)
     if not objects:
         return False
+    # A weak reference would not follow to the object that `tree_unflatten` makes.
     if any(weakref.getweakrefcount(item) for item in objects):
         return True
     inside = {id(objects), *(id(item) for item in _containers_below(value))}
     for holder in gc.get_referrers(*objects):
+        # Frames hold the object while they run, and not afterwards.
         if id(holder) not in inside and not isinstance(holder, types.FrameType):
             return True
     return False
@@ -121,6 +123,7 @@ def _content(value: Any) -> Any:
     kind: Any = type(value)
     if kind is torch.Size:
         return tuple(value)
+    # A second object would run `__del__` once more. A larger one has slots, or parts in C.
     is_closed = isinstance(value, _CLOSED) or hasattr(kind, "__del__")
     is_plain = kind.__basicsize__ == _Plain.__basicsize__ and not hasattr(kind, "__setstate__")
     if is_closed or not is_plain or not hasattr(value, "__dict__"):
@@ -200,6 +203,7 @@ def _is_held_by_graph(reference: TensorReference) -> bool:
     """Whether all objects that hold a tensor belong to the contexts of `autograd.Function`s."""
     level = [reference()]
     frame = sys._getframe()
+    # At most a container, the attributes of a context, and the context.
     for _ in range(3):
         skipped = {id(level), id(frame)}
         level = [holder for holder in gc.get_referrers(*level) if id(holder) not in skipped]
@@ -224,6 +228,7 @@ def sample_of(tensor: torch.Tensor, most: int = SAMPLE, turn: int = 0) -> torch.
     count = tensor.numel()
     if not is_plain or not count or tensor.is_quantized or tensor.is_meta:
         return None
+    # Their memory has other values than they show.
     if tensor.is_conj() or tensor.is_neg():
         return None
     tensor = tensor.detach()

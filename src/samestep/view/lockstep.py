@@ -56,6 +56,7 @@ class ThreadModes:
                 stack.enter_context(accelerator_module().stream(self._stream))
             if self._inference:
                 stack.enter_context(torch.inference_mode())
+            # After inference mode, which switches gradients off.
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
@@ -113,6 +114,7 @@ class SliceThreads:
 
     def take(self) -> SliceThread:
         """Return an idle thread, the one that has waited longest."""
+        # First in, first out: a slice gets the thread with the plans of the last call.
         while self._idle:
             thread = self._idle.pop(0)
             if thread.is_alive():  # a fork of the process has no threads
@@ -180,6 +182,7 @@ class Part:
         self.sums: Sums | None = None
         self.parts: Sequence[Part] = ()
         self._processors = torch.get_num_threads()
+        # With context variables of the script, which a new thread would not have.
         self._run_in_context = partial(copy_context().run, self._run)
         self._thread: SliceThread | None = None
 
@@ -200,6 +203,7 @@ class Part:
         self._resumed.acquire()
         if self._ended:
             raise _Ended
+        # The first part is also the first that runs again, after all have arrived.
         if self is self.parts[0]:
             assert self.sums is not None
             values = [part.value for part in self.parts]

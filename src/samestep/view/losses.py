@@ -92,6 +92,7 @@ def mean(
     if kind in _HALVES and all(value.dtype == kind for value in floating.values()):
         named |= {name: value.float() for name, value in floating.items()}
     value: torch.Tensor = function(**{**named, "reduction": "sum"})
+    # One message for both sums.
     parts = total(torch.stack([value, count.to(value.dtype)]))
     result = parts[0] / parts[1]
     is_wider = kind in _HALVES and value.dtype == torch.float32

@@ -120,6 +120,7 @@ class ParallelModule(FirstCalls):
         division = kind.division
         if division is None:
             return kind.reason
+        # The smallest slice of all ranks, since one decision holds for all.
         if call.slices.fewest_rows < division.minimum_rows:
             return "a part of the rows would be a single one"
         state = self._shared_state(kind, division)
@@ -142,6 +143,7 @@ class ParallelModule(FirstCalls):
             gradient_bytes=kind.gradient_bytes,
             output_bytes=output_bytes,
             sums=sums,
+            # Under `exact` the microbatches, so that every number of ranks decides alike.
             parts=len(call.slices.bounds),
             has_gradients=torch.is_grad_enabled() and kind.gradient_bytes > 0,
             is_cpu=not is_accelerator(self.view.device),
@@ -195,6 +197,7 @@ class ParallelModule(FirstCalls):
         """
         ranks = self.strategy.ranks
         if not self.is_exact and not self.strategy.has_stages:  # one slice for each rank
+            # First: such a call must not decide on the number of microbatches.
             if rows < ranks.size:
                 return None
             if self._microbatches is None:
@@ -204,6 +207,7 @@ class ParallelModule(FirstCalls):
             slices = Slices(
                 rank_bounds(rows, self._microbatches, ranks.size), ranks.size, ranks.rank
             )
+            # Random streams belong to microbatches, never to ranks.
             slices.microbatches = [[(number, *bounds[number]) for number in owned]]
             return slices if slices.fewest_rows else None
         if rows < 2 or rows < (self._microbatches or 0):

@@ -80,6 +80,7 @@ class Ranks:
         own = _in_memory(values)
         # One message to each rank, where an all-reduce takes several rounds.
         if self._sockets is not None and own.nbytes <= _FEW_BYTES:
+            # By default, a sum of 32-bit integers would have 64 bits.
             return self._gather_equal(own, "a sum").sum(0, dtype=own.dtype)
         total = own.clone()
         self.world.run_collective(lambda: self._group.allreduce([total]).wait(), "a sum")

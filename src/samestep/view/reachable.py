@@ -126,6 +126,7 @@ class Reachable:
         array: Any = numpy.random.rand
         process = (python.__self__, array.__self__, torch.default_generator)
         self._own = {id(value) for value in (*module.modules(), *own, *process)}
+        # Until nothing is new: names select values, and the code of these has further names.
         known = -1
         while known != len(self._globals) + len(self._owners) + len(self.names):
             known = len(self._globals) + len(self._owners) + len(self.names)
@@ -269,6 +270,7 @@ class _Digests:
             items = list(value.items()) if isinstance(value, dict) else list(value)
             parts = items
             if len(items) > _ITEMS:
+                # With the last ones: most containers grow at the end.
                 parts = [len(items), *items[:: len(items) // _ITEMS + 1], *items[-16:]]
         elif isinstance(value, _WRAPPERS):
             parts = [getattr(value, name, None) for name in _WRAPPED]

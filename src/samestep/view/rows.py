@@ -71,6 +71,7 @@ def _sum_or_mean(function: Function, arguments: Arguments, options: Options) -> 
     if not is_apart(rows) or "out" in options:
         return NotImplemented
     part = of_own(function, rows, arguments, options)
+    # Each row has a result of its own, so no message is needed.
     if is_inner(values_at(arguments, options, 1, 2, "dim", "axis"), rows._rows_own.dim()):
         return as_rows(part, rows)
     # Ranks may have different numbers of rows, so the mean of each counts by its share.
@@ -88,6 +89,7 @@ def _loss(function: Function, arguments: Arguments, options: Options) -> Any:
     if lead is None or (has_classes and not _is_beside(target, lead)):
         return on_all_rows(function, (), values)
     own = {name: own_part(value, lead) for name, value in values.items()}
+    # Here: with a dimension less than the inputs, `own_part` would not cut the targets.
     if has_classes and not is_apart(target):
         own["target"] = cut(target, lead._rows_bounds)[0]
     reduction = own["reduction"]
@@ -215,6 +217,7 @@ def _represent(function: Function, arguments: Arguments, options: Options) -> An
         return f"tensor(shape={[bounds.rows, *own.shape[1:]]}, dtype={own.dtype}, {here})"
     text = on_all_rows(function, arguments, options)
     if own.grad_fn is not None:
+        # As on one process, which has no node of a gather.
         text = text.replace("<_CrossingBackward>", f"<{type(own.grad_fn).__name__}>")
     return text
 

@@ -74,6 +74,7 @@ def leading(operands: Iterable[Any], *, is_strict: bool = False) -> Rows | None:
         elif type(operand) in (list, tuple, dict) and any(
             isinstance(item, Tensor) for item in operand
         ):
+            # `own_part` cuts no tensors inside of containers.
             return None
     if first is None:
         return None
@@ -95,6 +96,7 @@ def as_rows(result: Any, lead: Rows, bounds: RowBounds | None = None) -> Any:
         memory = lead._rows_memory
         if memory is not None:
             storage = lead._rows_own.untyped_storage()
+            # A copy stays divided when the rows of `lead` are gathered.
             if result.untyped_storage()._cdata != storage._cdata:
                 memory = None
         return Rows(result, bounds or lead._rows_bounds, memory)
@@ -211,6 +213,7 @@ def _draw_like(function: Function, arguments: Arguments, options: Options) -> An
     rows = arguments[0]
     if not is_apart(rows) or options.get("requires_grad"):
         return NotImplemented
+    # With the strides of all rows, on which the order of the numbers depends.
     form = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device="meta")
     choices = {"dtype": rows.dtype, "device": rows.device, **options}
     bounds = rows._rows_bounds
@@ -237,6 +240,7 @@ def _reshaped(rows: Rows, function: Function, shape: Sequence[int]) -> Any:
             if function is Tensor.view:
                 raise
             is_copied = True
+    # The result may be a view, which shares the memory.
     memory_of(rows)
     result_bounds = bounds.times(sizes[0] // batch)
     result = function(rows._rows_own, [result_bounds.stop - result_bounds.start, *sizes[1:]])
@@ -293,6 +297,7 @@ def _concatenate(function: Function, arguments: Arguments, options: Options) -> 
     dimensions = values_at(arguments, options, 1, 2, "dim", "axis")
     if any(tensor.dim() != count for tensor in tensors):
         return NotImplemented
+    # The result of `stack` has one dimension more.
     if not is_inner(dimensions, count + (function is torch.stack)):
         return NotImplemented
     return as_rows(function([own_part(tensor, lead) for tensor in tensors], *dimensions), lead)

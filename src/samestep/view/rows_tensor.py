@@ -206,6 +206,7 @@ class Memory:
         if self.whole is None:
             every = self._bounds.gather([self._own.detach()])
             strides = (self._stride, *self._own.stride()[1:])
+            # Strides of the own rows, from which those of views of all rows are made.
             if every.stride() != strides:
                 every = every.new_empty_strided(every.shape, strides).copy_(every)
             self.whole = every
@@ -311,6 +312,7 @@ def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
     # Under `exact`, and with several own slices, the own rows are several tensors.
     if bounds.slices.copies or len(bounds.slices.own) > 1 or in_function.get():
         return False
+    # The size of all rows: own ones differ between ranks, which must decide alike.
     return own.nbytes // max(1, own.shape[0]) * bounds.rows >= limit
 
 

@@ -49,6 +49,7 @@ def containers(module: nn.Module, *, hooks: bool = False, alone: bool = False) -
         if isinstance(value, nn.Module):
             value = value.__dict__
             items = [item for name, item in value.items() if name not in skipped]
+        # Modules and containers can refer to each other in cycles.
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -176,6 +177,7 @@ class ParameterSlots:
         self._direct: list[tuple[Any, Any, int]] = []  # container, key, index of the tensor
         self._nested: list[tuple[Any, Any, Any]] = []  # container, key, tuple or weak reference
         for container in containers(module):
+            # Items of a set have no key at which others could stand.
             if isinstance(container, set):
                 continue
             entries = container.items() if isinstance(container, dict) else enumerate(container)

@@ -111,6 +111,7 @@ class Snapshot:
         with torch.no_grad():
             for (index, name), saved in self._buffers:
                 saved.restore()
+                # A forward can also assign another tensor.
                 self._parts[index]._buffers[name] = saved.tensor
             for _, state, tensors in self._attributes:
                 for saved in tensors:
@@ -184,6 +185,7 @@ class Snapshot:
             if (index, name) in self._written and not _is_of_torch(self._parts[index]):
                 tensors.append(saved)
         for saved in tensors:
+            # The comparison would wait for an accelerator.
             if not is_accelerator(saved.tensor.device) and saved.has_changed():
                 values.append(_value(saved.tensor))
         return values + [state() for name, state in _GENERATORS.items() if name in self._written]

@@ -110,6 +110,7 @@ class Call:
         for leaf, has_own_rows in zip(self.leaves, is_cut, strict=True):
             parts: list[Any] = [leaf] * count
             if isinstance(leaf, torch.Tensor):
+                # Own rows give only a part of the gradient of a shared tensor.
                 if not has_own_rows and leaf.requires_grad and torch.is_grad_enabled():
                     parts = enter(gathered(leaf), reduction, count)
                 elif not has_own_rows:

@@ -106,6 +106,7 @@ def _by_parts(attempt: Callable[[tuple[int, ...]], Division]) -> Division:
         return attempt(_PARTS)
     except torch.OutOfMemoryError:
         parts: tuple[int, ...] = _FEW_PARTS
+    # Before the base class: another precision helps, other parts do not.
     except _DtypeRefused:
         raise
     except ComputedWhole:
@@ -255,6 +256,7 @@ def _sandbox(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Ite
         )
         torch.set_default_dtype(dtype)
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        # TF32 rounds more than the tolerance of float32.
         stack.enter_context(tf32_off())
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(sys.maxsize)

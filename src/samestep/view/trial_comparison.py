@@ -67,6 +67,7 @@ class Verdict:
         whole = self._whole
         if any(run.operations.functions != whole.operations.functions for run in runs):
             raise ComputedWhole("its operations depend on the rows")
+        # Before the comparison of outputs leaf by leaf.
         if any(run.structure != whole.structure for run in runs):
             raise ComputedWhole("the structure of its outputs depends on the rows")
         self._compare_generators()
@@ -133,6 +134,7 @@ class Verdict:
             raise ComputedWhole("joins samples (outputs that require gradients differ)")
         if whole.layout is not torch.strided:
             raise ComputedWhole("returns a sparse tensor")
+        # NaN is equal to NaN: such outputs would hide every difference.
         if whole.is_floating_point() and whole.numel() and bool(whole.isnan().all()):
             raise ComputedWhole("returns only NaN in the trial")
         try:
@@ -164,6 +166,7 @@ class Verdict:
     def _kind_without_rows(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Any:
         if any(part.shape != whole.shape or part.dtype != whole.dtype for part in parts):
             raise ComputedWhole("joins samples (shapes of outputs differ)")
+        # Of the parts too: large ones can cancel each other in a sum.
         tolerance = self._scale([whole, *parts])
         stacked = torch.stack(list(parts)).detach()
         constant = all(_close(whole, part, tolerance) for part in parts)
@@ -172,6 +175,7 @@ class Verdict:
         if constant and added and not whole.dim():
             # Zero in all parts: mean, sum and constant are equal.
             raise ComputedWhole("returns a scalar that is zero in the trial")
+        # A scalar that is equal in all parts may be a mean, which is right for constants too.
         if constant and (whole.dim() or not _has_fractions(whole)):
             return "constant"
         if _has_fractions(whole):
@@ -187,6 +191,7 @@ class Verdict:
         """Compare gradients of random cotangents of the outputs."""
         # Not ones: the gradient of a sum over a softmax, or of normalized values, is zero.
         cotangents: dict[int, torch.Tensor] = {}
+        # On the CPU: all ranks and devices have the same numbers, and so the same verdict.
         generator = torch.Generator().manual_seed(len(outputs))
         for number, leaf in enumerate(self._whole.outputs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -203,6 +208,7 @@ class Verdict:
             own_cotangents.append(own)
         divided = _gradients(self._parts, parameters, own_cotangents)
         count = len(parameters)
+        # One scale for all: the gradient of a bias before batch norm is nothing but rounding.
         scale = self._scale(whole[:count])
         for one, other in zip(whole[:count], divided[:count], strict=True):
             self._compare_gradient(one, other, scale, "parameters")
@@ -217,6 +223,7 @@ class Verdict:
             return cotangent[output.factor * start : output.factor * stop]
         if output.kind == "sum":
             return cotangent
+        # As `OutputCrossing` weights the gradients of means and constants.
         return cotangent * ((stop - start) / self._setting.rows)
 
     def _joined(self, number: int, pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -269,6 +276,7 @@ def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
             magnitude = _dense(tensor).abs()
             value = float(magnitude.max())
             if not isfinite(value):
+                # Only then, since this takes further passes over the tensor.
                 value = float(torch.where(magnitude.isfinite(), magnitude, 0).max())
             values.append(value)
     return max(values)
@@ -324,6 +332,7 @@ def _same_leaf(whole: Any, divided: Any, tolerance: float) -> bool:
     if isinstance(whole, weakref.ref):
         return _same_value(whole(), divided(), tolerance)
     if isinstance(whole, float | complex | numpy.ndarray | numpy.generic):
+        # Objects have no distance that a tolerance could limit.
         if isinstance(whole, numpy.ndarray) and whole.dtype == object:
             return False
         whole = torch.tensor(whole)

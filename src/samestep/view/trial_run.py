@@ -83,6 +83,7 @@ class Setting:
         self._leaves, self._structure = call
         self._batch = batch
         self._inputs: list[Any] = []
+        # Of this thread: parts run in threads of their own.
         self.modes = ThreadModes(device)
         self.base = ModuleState(module)
         # Those of the call that follows, so that it takes the same decisions by chance.
@@ -142,6 +143,7 @@ class Setting:
         self.base.restore()
         fresh: list[torch.Tensor] = []
         for index, tensor in enumerate(self._slots.tensors):
+            # Parameters are common to all runs, so that gradients of parts are summed.
             copy: torch.Tensor | None = self._copies.get(index)
             if copy is None:
                 copy = _without_zeros(_converted(tensor, self.dtype))
@@ -235,6 +237,7 @@ class Run:
         self.operations = Operations(region, is_compared=True)
         (arguments, options), self.wanted = setting.arguments(*self.span)
         precision = _Precision(setting.dtype, setting.device)
+        # The last mode sees a function first: operations are those of the script.
         with setting.modes.installed(), precision, inside(region), self.operations:
             result = self._forward(*arguments, **options)
         self.outputs, self.structure = flatten(result)

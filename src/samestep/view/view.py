@@ -190,6 +190,7 @@ class View:
         self.modules.append(summary)
         self._strategies.add(strategy)
         self.in_step.has_equal_parameters &= not strategy.splits_module
+        # Rows of a batch are divided between all ranks, with one slice for each.
         self.keeps_rows &= strategy.ranks.size == self.ranks.size and not strategy.has_stages
 
     def row_messages(self, ranks: Ranks | None = None) -> RowMessages:
@@ -274,7 +275,7 @@ class View:
         # Its state is on the host, so this does not wait.
         generator = accelerator_module().default_generators[self.device.index or 0]
         offset = generator.get_offset()
-        generator.set_offset(offset + 4)
+        generator.set_offset(offset + 4)  # torch requires multiples of four
         return derive_seed("model", generator.initial_seed() % 2**63, offset)
 
     # --- words -----------------------------------------------------------------------------------

@@ -113,6 +113,7 @@ def watch(
     is_first_again = structure != _structure(module)
     reason: str | None = "creates parameters, buffers or submodules"
     if not is_first_again:  # otherwise other effects of the call are seen in the next one
+        # The first one ends the search: the last may collect garbage, which is slow.
         reason = next((words for words in reasons() if words is not None), None)
     return Watched(
         result=result,
@@ -159,6 +160,7 @@ def _property_of_submodules(module: nn.Module) -> str | None:
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             return f"has parameters of torch.jit in {type(part).__name__}"
+        # Hooks of the module itself run outside of the call, with whole gradients.
         if part is not module and (part._backward_hooks or part._backward_pre_hooks):
             return f"has a backward hook on {type(part).__name__}"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
@@ -272,7 +274,7 @@ class _Recorder(Operations):
                 for tensor in tensors
                 if taints[id(tensor)] is None and not tensor.is_inference()
             ]
-        generators = None if function in RULES else _generators()
+        generators = None if function in RULES else _generators()  # rules know the draws
         result = compute()
         for tensor in _tensors(result):
             # Else an operation in place, or `to` where nothing is to do.
@@ -280,6 +282,7 @@ class _Recorder(Operations):
                 self.made[id(tensor)] = weakref.ref(tensor)
             if is_tainted:
                 self._taint(tensor, by_rows)
+        # An operation in place has written rows into a tensor without rows.
         for tensor, version in clean:
             if tensor._version != version:
                 self._taint(tensor, False)
