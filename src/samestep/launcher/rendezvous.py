@@ -46,6 +46,8 @@ _SEEN = "failure/seen"
 # Time for a step and its checkpoint after the request to stop that follows the end of the launcher.
 _STOP_SECONDS = 6.0
 _LAUNCHER_POLL_SECONDS = 0.1
+# Time for the report of the first rank of a machine, before other ranks request the stop.
+_REPORT_SECONDS = 0.5
 
 
 def join_job(
@@ -373,6 +375,9 @@ def _watch(launcher: int, rank_place: RankPlace) -> None:
             f"  expected: {name} runs until its ranks have ended\n"
             "  fix:      start the same command again: it resumes from the newest checkpoint"
         )
+    else:
+        # A stop that another rank requests first could end the first one before its report.
+        time.sleep(_REPORT_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_STOP_SECONDS)
     os._exit(EXIT_FAILED)
