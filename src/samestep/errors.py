@@ -54,6 +54,7 @@ CODES = {
     "E_STRATEGY": "A strategy option does not fit the model, mesh or devices.",
     "E_JOB": "Slurm refused a job, or there is no job.",
     "E_PROCESSES": "`--processes` or `--devices` does not name a possible number of ranks.",
+    "E_OWN_GROUP": "A script that distributes its work itself was started as one for one process.",
     "E_LAUNCHER_GONE": "The launcher, the process that forks ranks, or a store has ended.",
     "E_SCRIPT_FILES": "A script reads a file that only another process has, or that is gone.",
     "E_SCRIPT": "A command needs a recipe or a module, or a run of a script cannot start again.",

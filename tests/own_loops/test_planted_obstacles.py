@@ -17,7 +17,7 @@ BASES = ("mlp", "cnn", "lstm")
 OBSTACLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "bases")
 # Exit code and error code; the error names a line of the script that has the comment "# named".
 ERRORS = {
-    "own_group": (2, "E_LAUNCH"),
+    "own_group": (2, "E_OWN_GROUP"),
     "seed_from_pid": (1, "E_RANK_SETTINGS"),
     "seed_from_time": (1, "E_RANK_SETTINGS"),
     "time_limit": (1, "E_RANK_DESYNC"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import pickle
 import random
 import struct
 import zlib
@@ -26,7 +27,8 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 # 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was
 # not drawn yet.
 _PYTHON_STATE = "<625I?d"
-_NUMPY_STATE = "<625Iid"
+# Room for the pickled state of any generator of NumPy: that of the Mersenne Twister is the longest.
+_NUMPY_BYTES = 4096
 Purpose = Literal["order", "sample", "collate", "shard", "evaluation", "model"]
 
 
@@ -42,7 +44,11 @@ def derive_seed(purpose: Purpose, *facts: int) -> int:
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of Python, NumPy and torch, and that of `device` if `device` is a GPU."""
     random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+    bits = get_bit_generator()
+    if isinstance(bits, numpy.random.MT19937):
+        numpy.random.seed(seed % 2**32)
+    else:  # which a script has installed; `seed` accepts the Mersenne Twister alone
+        set_bit_generator(type(bits)(seed))
     torch.random.default_generator.manual_seed(seed)
     if is_accelerator(device):
         accelerator_module().manual_seed(seed)
@@ -50,11 +56,10 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 def generator_state(device: torch.device | None = None) -> tuple[object, ...]:
     """Return the states of the generators of this process and of a GPU."""
-    kind, key, *others = numpy.random.get_state(legacy=True)
     states = [torch.get_rng_state()]
     if is_accelerator(device):
         states.append(accelerator_module().get_rng_state(device))
-    return random.getstate(), kind, bytes(memoryview(key)), *others, *map(_bytes, states)  # type: ignore[arg-type]
+    return random.getstate(), _numpy_bytes(), *map(_bytes, states)
 
 
 @contextmanager
@@ -73,7 +78,7 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
 def saved_generators(device: torch.device | None = None) -> Callable[[], None]:
     """Return a function that restores the present states of the generators."""
     bits = get_bit_generator()
-    array = numpy.random.get_state()
+    array = numpy.random.get_state(legacy=False)
     python = random.getstate()
     cpu = torch.get_rng_state()
     gpu = None
@@ -143,16 +148,15 @@ def _set_python_state(state: torch.Tensor) -> None:
 
 
 def _numpy_state() -> torch.Tensor:
-    _, key, position, has_second, second = numpy.random.get_state(legacy=True)
-    packed = struct.pack(_NUMPY_STATE, *key, position, has_second, second)
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_numpy_bytes().ljust(_NUMPY_BYTES)), dtype=torch.uint8)
 
 
 def _set_numpy_state(state: torch.Tensor) -> None:
-    *key, position, has_second, second = struct.unpack(_NUMPY_STATE, _bytes(state))
-    numpy.random.set_state(
-        ("MT19937", numpy.array(key, dtype=numpy.uint32), position, has_second, second)
-    )
+    numpy.random.set_state(pickle.loads(_bytes(state)))
+
+
+def _numpy_bytes() -> bytes:
+    return pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def _bytes(state: torch.Tensor) -> bytes:
@@ -169,7 +173,7 @@ def numpy_generator() -> int:
     """Hash the global generator of NumPy."""
     generator = get_bit_generator()  # `get_state` copies for 80 microseconds
     # A script can install another one, with a state of another form.
-    if type(generator).__name__ != "MT19937":
+    if not isinstance(generator, numpy.random.MT19937):
         return zlib.crc32(repr(generator.state).encode())
     # 624 words and the position.
     return zlib.crc32(ctypes.string_at(generator.ctypes.state_address, 4 * 625))

@@ -216,7 +216,7 @@ def _variables_error(script: Path, error: Exception) -> InputError:
         "with --own-group",
         fix="samestep run --own-group for a script with DistributedDataParallel or "
         "init_process_group",
-        code="E_LAUNCH",
+        code="E_OWN_GROUP",
     )
 
 

@@ -52,10 +52,10 @@ def _line_of_script() -> str:
     return f"{file}:{line}"
 
 
-def _refusing(what: str, expected: str, fix: str) -> Callable[..., NoReturn]:
+def _refusing(what: str, expected: str, fix: str, code: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         value = f"{_line_of_script()}: {what} in an unchanged script"
-        raise InputError(value, expected, fix, code="E_LAUNCH")
+        raise InputError(value, expected, fix, code=code)
 
     return refuse
 
@@ -83,7 +83,8 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
         ):
             expected = "a script for one process, whose work is divided"
             fix = "samestep run --own-group for a script that distributes its work; or remove this"
-            stack.enter_context(replaced(owner, **{name: _refusing(what, expected, fix)}))
+            refuse = _refusing(what, expected, fix, "E_OWN_GROUP")
+            stack.enter_context(replaced(owner, **{name: refuse}))
         for module, name in (
             (samestep.session, "init"),
             (samestep.global_view, "parallel"),
@@ -92,7 +93,8 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
             expected = (
                 "the script itself imports samestep, so that only what it asks for is divided"
             )
-            refuse = _refusing(f"samestep.{name}", expected, "import samestep in the script itself")
+            fix = "import samestep in the script itself"
+            refuse = _refusing(f"samestep.{name}", expected, fix, "E_LAUNCH")
             stack.enter_context(replaced(module, **{name: refuse}))
         stack.enter_context(
             replaced(nn.DataParallel, __init__=_init_data_parallel, forward=_forward_data_parallel)

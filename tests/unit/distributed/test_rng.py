@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.random.mtrand import set_bit_generator
 
 from samestep.distributed.rng import (
     Purpose,
@@ -73,8 +74,10 @@ def gaussians() -> tuple[float, float]:
     return random.gauss(), float(numpy.random.normal())
 
 
-def test_a_passed_state_continues_the_sequence_of_each_generator() -> None:
+@pytest.mark.parametrize("kind", [numpy.random.MT19937, numpy.random.PCG64, numpy.random.SFC64, numpy.random.Philox])
+def test_a_passed_state_continues_the_sequence_of_each_generator(kind: type[numpy.random.BitGenerator]) -> None:
     with preserved_generators():
+        set_bit_generator(kind(3))
         seed_generators(5)
         draws(), gaussians()
         states = [generator.state() for generator in passed_generators(torch.device("cpu"))]

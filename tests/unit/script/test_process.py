@@ -49,17 +49,17 @@ def unchanged() -> Iterator[None]:
         yield
 
 
-def refused(call: Callable[[], Any]) -> InputError:
+def refused(call: Callable[[], Any], code: str) -> InputError:
     with pytest.raises(InputError) as caught:
         call()
-    assert (caught.value.code, caught.value.exit_code) == ("E_LAUNCH", 2)
+    assert (caught.value.code, caught.value.exit_code) == (code, 2)
     assert caught.value.value.startswith(f"{__file__}:")
     return caught.value
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups_of_the_script_are_refused(name: str, unchanged: None) -> None:
-    error = refused(GROUPS[name])
+    error = refused(GROUPS[name], "E_OWN_GROUP")
     assert error.value.endswith(f": {name} in an unchanged script")
     assert "samestep run --own-group" in (error.fix or "")
     assert not dist.is_initialized()
@@ -67,7 +67,7 @@ def test_groups_of_the_script_are_refused(name: str, unchanged: None) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_samestep_are_refused(name: str, unchanged: None) -> None:
-    error = refused(CALLS[name])
+    error = refused(CALLS[name], "E_LAUNCH")
     assert error.value.endswith(f": {name} in an unchanged script")
     assert error.fix == "import samestep in the script itself"
 

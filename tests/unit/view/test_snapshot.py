@@ -72,6 +72,7 @@ BUFFERS: dict[str, tuple[Callable[[Any], Any], list[tuple[int, str]]]] = {
     ),
     "in place": (lambda module: module.part.table.add_(1), [(PART, "table")]),
     "no version": (_hidden_write, [(PART, "table")]),
+    "resized": (lambda module: module.part.table.resize_(2, 2).zero_(), [(PART, "table")]),
     "replaced": (_replace_buffer, [(PART, "table")]),
     "removed": (lambda module: module.part._buffers.pop("table"), [(PART, "table")]),
     "evaluation": (lambda module: module.norm.eval()(torch.randn(5, 3)), []),

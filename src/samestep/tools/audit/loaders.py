@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import weakref
 import zlib
 from collections import deque
@@ -27,6 +26,7 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import fetch as torch_fetch
 
+from samestep.distributed.rng import numpy_generator
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.session import Session, sample_numbers, state_hash
 
@@ -321,8 +321,5 @@ def _generator_states() -> dict[str, int]:
     """Return hashes of the states of the generators of torch, Python and NumPy."""
     # Hashes of integers are equal in all processes, unlike those of text.
     states = {"torch": state_hash(torch.get_rng_state()), "random": hash(random.getstate()[1])}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        _, keys, position, *_ = numpy.random.get_state()
-        states["numpy"] = zlib.crc32(keys.tobytes(), position)
+    states["numpy"] = numpy_generator()
     return states

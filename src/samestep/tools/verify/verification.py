@@ -131,7 +131,7 @@ def _require_microbatches(reference: Record, processes: int) -> None:
 def _require_steps(runner: TrialRunner, reference: Record) -> Record:
     failure = reference.failure
     name = runner.subject.name
-    has_own_group = failure is not None and failure.code == "E_LAUNCH"
+    has_own_group = failure is not None and failure.code == "E_OWN_GROUP"
     if failure is not None and not has_own_group:
         raise RankError(failure)
     problem = "does not use samestep.parallel"
