@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import pickle
+import json
 import random
 import struct
 import zlib
@@ -24,11 +24,8 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 
-# 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was
-# not drawn yet.
-_PYTHON_STATE = "<625I?d"
-# Room for the pickled state of any generator of NumPy: that of the Mersenne Twister is the longest.
-_NUMPY_BYTES = 4096
+# Room for the state of a generator as text: 624 numbers of the Mersenne Twister are the longest.
+_STATE_BYTES = 8192
 Purpose = Literal["order", "sample", "collate", "shard", "evaluation", "model"]
 
 
@@ -55,11 +52,13 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 
 def generator_state(device: torch.device | None = None) -> tuple[object, ...]:
-    """Return the states of the generators of this process and of a GPU."""
+    """Return the states of the generators of this process and of a GPU, to compare them."""
     states = [torch.get_rng_state()]
     if is_accelerator(device):
         states.append(accelerator_module().get_rng_state(device))
-    return random.getstate(), _numpy_bytes(), *map(_bytes, states)
+    numbers = numpy.random.get_state(legacy=False)
+    normal = numbers["has_gauss"], numbers["gauss"]
+    return random.getstate(), numpy_generator(), normal, *map(_bytes, states)
 
 
 @contextmanager
@@ -137,26 +136,25 @@ def share_generators(
 
 
 def _python_state() -> torch.Tensor:
-    _, numbers, second = random.getstate()
-    packed = struct.pack(_PYTHON_STATE, *numbers, second is not None, second or 0.0)
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    return _text_of(random.getstate())
 
 
 def _set_python_state(state: torch.Tensor) -> None:
-    *numbers, has_second, second = struct.unpack(_PYTHON_STATE, _bytes(state))
-    random.setstate((random.Random.VERSION, tuple(numbers), second if has_second else None))
+    version, numbers, second = json.loads(_bytes(state))
+    random.setstate((version, tuple(numbers), second))
 
 
 def _numpy_state() -> torch.Tensor:
-    return torch.frombuffer(bytearray(_numpy_bytes().ljust(_NUMPY_BYTES)), dtype=torch.uint8)
+    return _text_of(numpy.random.get_state(legacy=False))  # of any kind of generator
 
 
 def _set_numpy_state(state: torch.Tensor) -> None:
-    numpy.random.set_state(pickle.loads(_bytes(state)))
+    numpy.random.set_state(json.loads(_bytes(state)))
 
 
-def _numpy_bytes() -> bytes:
-    return pickle.dumps(numpy.random.get_state(legacy=False))
+def _text_of(state: object) -> torch.Tensor:
+    text = json.dumps(state, default=numpy.ndarray.tolist).encode().ljust(_STATE_BYTES)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _bytes(state: torch.Tensor) -> bytes:

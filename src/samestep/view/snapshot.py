@@ -58,10 +58,9 @@ class _Saved:
         # The copy would count as a write, which a graph of the script may notice.
         if self._by_version and not self.has_changed():
             return
-        tensor = self.tensor.detach()
-        if tensor.shape != self._value.shape:  # as of a buffer that the first forward gives a size
-            tensor.resize_(self._value.shape)
-        tensor.copy_(self._value)
+        if self.tensor.shape != self._value.shape:  # a first forward can give a buffer its size
+            self.tensor.resize_(self._value.shape)
+        self.tensor.detach().copy_(self._value)
         if self._version is not None:
             # Graphs and ranks compare numbers of writes; private, in torch 2.11 and 2.13.
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
