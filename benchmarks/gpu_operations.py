@@ -28,9 +28,9 @@ from samestep.checkpoint.contents import SavedParameters
 from samestep.config import Reduction
 from samestep.distributed.world import World
 from samestep.global_view import world_of_process
+from samestep.recipes.bad_samples import RecipeBatch
 from samestep.recipes.loss import RecipeLoss
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.samples import RecipeBatch
 from samestep.recipes.training_step import Driver
 from samestep.session import start
 from samestep.view.view import View

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from samestep.config import RunOptions
+from samestep.recipes.bad_samples import complete_epoch
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.samples import complete_epoch
 from samestep.zoo.digits import DigitsNet, load_digits
 
 IMAGES_VARIABLE = "PLAIN_LOOP_IMAGES"  # folder of the JPEG files, for all processes of the benchmark

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samestep.errors import InputError
-from samestep.units import plural
+from samestep.number_text import plural
 
 MOST_MICROBATCHES = 8  # of a call, where the script gives no number
 

@@ -7,9 +7,9 @@ import torch
 
 from samestep.config import RunOptions
 from samestep.launcher.launch import launch
+from samestep.recipes.bad_samples import complete_epoch
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.samples import complete_epoch
 
 pytestmark = [
     pytest.mark.gpu,

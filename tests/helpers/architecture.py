@@ -14,7 +14,7 @@ PACKAGE = "samestep"
 FLOORS = [
     ["error_text"],
     ["errors"],
-    ["units", "torchvision_import"],
+    ["number_text", "torchvision_import"],
     ["cursor", "microbatches"],
     ["config"],
     ["distributed"],

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, with the methods of `samestep.view.ranks.Ranks`."""
+"""Ranks as threads of one process, with the methods of `samestep.view.messages.Ranks`."""
 
 import threading
 from collections.abc import Callable, Sequence

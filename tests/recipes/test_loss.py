@@ -9,10 +9,10 @@ from helpers.system import events, here, weights
 from samestep.config import Recipe, RunOptions
 from samestep.distributed.world import World
 from samestep.errors import InputError, RecipeError
+from samestep.recipes.bad_samples import complete_epoch
 from samestep.recipes.builder import Built, build
 from samestep.recipes.predict import evaluated
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.samples import complete_epoch
 
 PARTS = """
 from samestep.zoo.losses import cross_entropy

@@ -13,8 +13,8 @@ from helpers.models import digest, seeded
 from samestep.config import Recipe, RunOptions
 from samestep.distributed.world import all_gather
 from samestep.errors import DataError
+from samestep.recipes.bad_samples import IndexedCollate, IndexedSamples
 from samestep.recipes.builder import build, start_world
-from samestep.recipes.samples import IndexedCollate, IndexedSamples
 from samestep.zoo.images import load_image_list, load_images
 from samestep.zoo.splits import Splits
 

@@ -42,7 +42,7 @@ from samestep.launcher.pickling import ByName
 from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.launcher.worker import exit_process
-from samestep.units import parse_duration, plural
+from samestep.number_text import parse_duration, plural
 
 if TYPE_CHECKING:
     from samestep.cli.run_plans import RunPlan

@@ -11,6 +11,7 @@ from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe
 from samestep.distributed.logging import logger
 from samestep.errors import InputError, RecipeError
+from samestep.number_text import plural
 from samestep.recipes.recipe_files import (
     load_recipe,
     make_recipe,
@@ -21,7 +22,6 @@ from samestep.recipes.recipe_files import (
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP, not_a_run
 from samestep.tools.run_log import run_errors
-from samestep.units import plural
 
 
 def load_resolved(name: str, overrides: Sequence[str], report: Callable[[str], None]) -> Recipe:

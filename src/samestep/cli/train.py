@@ -55,6 +55,7 @@ from samestep.launcher.launch import LaunchConfig, LaunchResult, end_unguarded_i
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_microbatches
+from samestep.number_text import plural
 from samestep.recipes.recipe_files import (
     load_recipe,
     recipe_data,
@@ -65,7 +66,6 @@ from samestep.recipes.recipe_files import (
 from samestep.recipes.settings import recipe_schema
 from samestep.recipes.trust import remember
 from samestep.runs import RunResult, require_run_name
-from samestep.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from samestep.config.validation import Constrained
 from samestep.errors import InputError
 from samestep.microbatches import require_microbatches
-from samestep.units import plural
+from samestep.number_text import plural
 
 StrategyName = Literal["auto", "ddp", "fsdp", "hsdp", "device_map", "tp", "pp"]
 Hook = Literal["none", "fp16", "bf16"]

@@ -21,7 +21,7 @@ from samestep.config import DeviceKind, StrategyConfig, resolve_mesh
 from samestep.config.exclusions import require_compatible
 from samestep.distributed.env import Sharing
 from samestep.errors import InputError
-from samestep.units import plural
+from samestep.number_text import plural
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from multiprocessing import util
 from pathlib import Path
 
 from samestep.errors import InputError
-from samestep.units import plural
+from samestep.number_text import plural
 
 # Parameters of mallopt(3).
 _TRIM_THRESHOLD = -1

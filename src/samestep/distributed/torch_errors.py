@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from samestep.distributed.devices import gpu_memory
 from samestep.error_text import message_of
-from samestep.units import format_bytes
+from samestep.number_text import format_bytes
 
 # gloo's errors have no type of their own.
 _LOST_BY_GLOO = re.compile(

@@ -34,7 +34,7 @@ from samestep.distributed.env import (
 from samestep.distributed.resources import require_machine
 from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.distributed.standard_streams import report_line
-from samestep.units import plural
+from samestep.number_text import plural
 
 # The first is the set-up of the server. torch._dynamo: every optimizer imports it on construction,
 # which takes as long as torch.

@@ -7,7 +7,7 @@ from samestep.errors import (
     InputError,
 )
 from samestep.launcher.failure import E_DISK_HANG, RankError
-from samestep.units import plural
+from samestep.number_text import plural
 
 # A restart would compute the same values, and write to the same disk.
 _PERMANENT = ("NonFiniteError", "CheckpointWriteError")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from samestep.error_text import printable
 from samestep.errors import InputError
-from samestep.units import plural
+from samestep.number_text import plural
 
 if TYPE_CHECKING:
     from samestep.distributed.world import World

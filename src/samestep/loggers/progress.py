@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.distributed.logging import plain_console
 from samestep.error_text import printable
 from samestep.loggers.logger import NOT_METRICS, Event, Logger, format_metric
-from samestep.units import plural
+from samestep.number_text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console

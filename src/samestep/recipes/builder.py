@@ -31,6 +31,7 @@ from samestep.global_view import parallel, world_of_process
 from samestep.launcher.process_state import process_state
 from samestep.loading import loader
 from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, build_metrics
+from samestep.recipes.bad_samples import IndexedCollate, IndexedSamples
 from samestep.recipes.loss import LossFunction, RecipeLoss
 from samestep.recipes.models import (
     check_same_weights,
@@ -47,7 +48,6 @@ from samestep.recipes.optimizers import (
     scale_rates,
     schedule_factor,
 )
-from samestep.recipes.samples import IndexedCollate, IndexedSamples
 from samestep.recipes.training_step import Driver
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters

@@ -22,11 +22,11 @@ from samestep.distributed.devices import machine
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import RunLogger
 from samestep.metrics.metrics import BestRule
+from samestep.number_text import plural
 from samestep.recipes.builder import Built
 from samestep.recipes.optimizers import apply_schedule
 from samestep.recipes.recipe_files import recipe_data
 from samestep.recipes.training_step import StepResult
-from samestep.units import plural
 
 
 class RecipeCheckpoints(LoopCheckpoints):

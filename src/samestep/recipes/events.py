@@ -16,11 +16,11 @@ from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World, all_gather
 from samestep.loggers.logger import RunLogger
 from samestep.loggers.rank_monitor import RankProgress
+from samestep.number_text import format_bytes, plural
+from samestep.recipes.bad_samples import RecipeBatch, complete_epoch
 from samestep.recipes.builder import Built
 from samestep.recipes.checkpoints import RecipeCheckpoints
-from samestep.recipes.samples import RecipeBatch, complete_epoch
 from samestep.recipes.training_step import StepResult
-from samestep.units import format_bytes, plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
 

@@ -18,10 +18,10 @@ from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import set_tf32
 from samestep.errors import InputError
 from samestep.metrics.metrics import MAX_CLASSES, ConfusionMatrix, CountMetric, LossMetric
+from samestep.recipes.bad_samples import complete_epoch
 from samestep.recipes.builder import TASKS, Built, build_model, find, without_pretrained
 from samestep.recipes.class_report import averages, class_rows
 from samestep.recipes.recipe_files import DatasetInfo
-from samestep.recipes.samples import complete_epoch
 from samestep.recipes.training_step import autocast, call_model
 from samestep.session import start
 from samestep.zoo.options import call, takes

@@ -27,13 +27,13 @@ from samestep.launcher.process_state import process_state
 from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import create_loggers
+from samestep.recipes.bad_samples import RecipeBatch, complete_epoch
 from samestep.recipes.builder import Built, build, start_world, without_pretrained
 from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.events import TrainingEvents
 from samestep.recipes.models import load_all
 from samestep.recipes.predict import evaluate_by_class, evaluated
 from samestep.recipes.recipe_files import DatasetInfo, update_recipe, write_dataset_info
-from samestep.recipes.samples import RecipeBatch, complete_epoch
 from samestep.runs.folder import append_start, environment, recorded_keep, require_same_code
 
 

@@ -26,9 +26,9 @@ from samestep.errors import InputError, RunError
 from samestep.global_view import any_rank, no_sync
 from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, channels_of
 from samestep.microbatches import microbatch_bounds
+from samestep.recipes.bad_samples import RecipeBatch, pair_of, parts_of
 from samestep.recipes.loss import RecipeLoss, first_batch, non_finite_error
 from samestep.recipes.optimizers import decides_on_device, step_if
-from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
 from samestep.strategies.divided_parameters import full_tensor
 
 

@@ -46,7 +46,7 @@ class Reduction(Protocol):
 
 
 class RankSums(Protocol):
-    """Sums over ranks (`samestep.view.ranks.Ranks`)."""
+    """Sums over ranks (`samestep.view.messages.Ranks`)."""
 
     rank: int
     size: int

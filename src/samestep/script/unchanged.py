@@ -32,7 +32,7 @@ from samestep.launcher.process_group import SessionOptions
 from samestep.launcher.process_state import WorkerSpec, process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.microbatches import MOST_MICROBATCHES, require_microbatches
-from samestep.script.calls import OutermostCalls, own_rows_of_loaders
+from samestep.script.divided_calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.first_writer import FirstWriter, one_writer
 from samestep.script.inputs import equal_entropy, shared_console
 from samestep.script.mode import Mode, uses_samestep

@@ -46,8 +46,8 @@ from samestep.strategies.fsdp_gathers import (
     Unit,
     outside_inference_mode,
 )
+from samestep.view.module_tensors import ParameterSlots, replaced
 from samestep.view.recomputation import recomputation_inside
-from samestep.view.slots import ParameterSlots, replaced
 from samestep.view.strategy import Call, CallParameters, Strategy
 
 _MAX_UNITS = 200  # each unit is one message in forward and one in backward

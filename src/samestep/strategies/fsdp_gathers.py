@@ -23,8 +23,8 @@ from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.dtensors import gathered
 from samestep.view.crossings import CallExchange
 from samestep.view.gradient_sums import Hub
+from samestep.view.module_tensors import is_in_place
 from samestep.view.region import current_region
-from samestep.view.slots import is_in_place
 from samestep.view.strategy import CallParameters
 
 # Attributes of the modules of a unit, by which libraries take a script for one of several

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 
 from samestep.distributed.device_reads import device_reads
 from samestep.errors import InputError
-from samestep.view.ranks import Ranks
+from samestep.view.messages import Ranks
 
 TotalNorm = Callable[..., torch.Tensor]
 

@@ -30,9 +30,9 @@ from samestep.strategies.tensor import Place, TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
 from samestep.view.crossings import crossing
 from samestep.view.gradient_sums import Hub
-from samestep.view.ranks import Ranks
+from samestep.view.messages import Ranks
+from samestep.view.module_tensors import Entry, ParameterSlots, replaced
 from samestep.view.recomputation import recomputation_inside
-from samestep.view.slots import Entry, ParameterSlots, replaced
 from samestep.view.strategy import Call, CallParameters
 
 

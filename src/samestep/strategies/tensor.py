@@ -36,7 +36,7 @@ from samestep.strategies.tensor_slices import (
     join,
     spread,
 )
-from samestep.view.slots import Entry, replaced
+from samestep.view.module_tensors import Entry, replaced
 
 _PRODUCTS = (functional.linear, functional.embedding, torch.addmm)
 _ATTRIBUTES = ("dtype", "device", "requires_grad", "ndim", "is_cuda", "layout")

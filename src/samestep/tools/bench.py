@@ -15,8 +15,8 @@ from samestep.error_text import printable
 from samestep.errors import InputError
 from samestep.launcher.launch import RankError
 from samestep.loggers.logger import format_metric
+from samestep.number_text import plural
 from samestep.tools.launch import run_on_ranks
-from samestep.units import plural
 
 SINGLE = "one device"
 # Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always

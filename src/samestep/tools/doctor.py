@@ -29,8 +29,8 @@ from samestep.distributed.resources import usable_processors
 from samestep.distributed.standard_streams import redirect_to_null
 from samestep.errors import InputError, RunError, SamestepError
 from samestep.launcher.launch import LaunchConfig, StoppedError
+from samestep.number_text import format_bytes, plural
 from samestep.tools.launch import run_on_ranks
-from samestep.units import format_bytes, plural
 
 _PACKAGES = ("samestep", "torch", "numpy", "torchvision", "safetensors", "transformers", "timm")
 _ON = "(?i)1|true|yes|on"

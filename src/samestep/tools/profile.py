@@ -17,9 +17,9 @@ from samestep.config import Recipe, RunOptions
 from samestep.distributed.logging import plain_console
 from samestep.error_text import printable
 from samestep.loggers.trackers import tensorboard_command
+from samestep.number_text import format_milliseconds
 from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.launch import run_on_ranks
-from samestep.units import format_milliseconds
 
 TRACES = "tensorboard"
 _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}  # silences torch's profiler

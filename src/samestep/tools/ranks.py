@@ -15,7 +15,7 @@ from samestep.launcher.worker import run_script
 
 if TYPE_CHECKING:  # scripts do not need the packages of recipes
     from samestep.data.whole_batches import WholeBatches
-    from samestep.recipes.samples import RecipeBatch
+    from samestep.recipes.bad_samples import RecipeBatch
     from samestep.recipes.training_step import Driver
 
 

@@ -17,6 +17,7 @@ from samestep.checkpoint.folder_lock import is_locked
 from samestep.distributed.disk_operations import regular_file
 from samestep.error_text import printable
 from samestep.loggers.logger import format_metric
+from samestep.number_text import format_bytes
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.run_log import (
@@ -28,7 +29,6 @@ from samestep.tools.run_log import (
     read_objects,
     run_errors,
 )
-from samestep.units import format_bytes
 
 SILENT_SECONDS = 10.0
 _EVENT_BYTES = 1 << 18  # some hundred steps

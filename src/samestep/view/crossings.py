@@ -21,7 +21,7 @@ import torch
 
 from samestep.microbatches import Slices
 from samestep.reduce.fast import Reduction
-from samestep.view.ranks import Ranks, RowMessages
+from samestep.view.messages import Ranks, RowMessages
 from samestep.view.region import Joined, Parts, Sums
 
 

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_unflatten
 from samestep.config.exclusions import excluded
 from samestep.errors import InputError
 from samestep.view.divided import OTHER_OPERATIONS, without_compiler
-from samestep.view.division import ComputedWhole, Division, failure, shortened
 from samestep.view.kinds import Kind, has_compiled_parts, has_rows
 from samestep.view.leaves import flatten
+from samestep.view.messages import Action
 from samestep.view.operations import Operations
-from samestep.view.ranks import Action
 from samestep.view.rows_tensor import with_all_rows
 from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import Call, Strategy
 from samestep.view.trial import try_division
+from samestep.view.trial_result import ComputedWhole, Division, failure, shortened
 from samestep.view.view import ModuleSummary, View
 from samestep.view.watch import Watched, watch
 

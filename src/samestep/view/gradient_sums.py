@@ -24,7 +24,7 @@ from torch import nn
 from samestep.errors import RunError
 from samestep.reduce.fast import Node, Reduction
 from samestep.view.crossings import leave
-from samestep.view.slots import ParameterSlots, is_in_place, replaced
+from samestep.view.module_tensors import ParameterSlots, is_in_place, replaced
 from samestep.view.strategy import CallParameters
 
 # Of gradients in one message; the sum of one overlaps with the computation of the next.

@@ -24,11 +24,11 @@ from torch import nn
 from torch.utils._pytree import TreeSpec
 
 from samestep.view.crossings import Sum
-from samestep.view.division import Division
-from samestep.view.graph import BackwardCode
 from samestep.view.operations import Operation
 from samestep.view.reachable import Reachable, cells
 from samestep.view.snapshot import Written
+from samestep.view.trial_result import Division
+from samestep.view.watched_graph import BackwardCode
 
 _MOST_KINDS = 64  # of the calls of a module; each costs memory, a watched call and a trial
 _MOST_SWITCHES = 8  # of one type, among the arguments of a call

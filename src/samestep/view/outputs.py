@@ -9,9 +9,9 @@ import torch
 
 from samestep.microbatches import Slices
 from samestep.view.crossings import RowBounds, cut, enter, replicated
-from samestep.view.division import Output
 from samestep.view.rows_tensor import Rows, is_large
 from samestep.view.strategy import CallParameters, Strategy
+from samestep.view.trial_result import Output
 from samestep.view.view import View
 
 

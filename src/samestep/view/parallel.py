@@ -22,10 +22,10 @@ from samestep.microbatches import (
     require_microbatches,
 )
 from samestep.view.divided import DividedCall
-from samestep.view.division import Division
 from samestep.view.first_calls import CallOptions, FirstCalls, Next
 from samestep.view.kinds import Kind, KindsOfModule, submodules
 from samestep.view.strategy import Call, Strategy
+from samestep.view.trial_result import Division
 from samestep.view.view import View
 from samestep.view.worth_dividing import is_worth_dividing
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves  # private; opens classes registered
 from samestep.distributed.collective_check import is_library_file
 from samestep.distributed.device_reads import device_reads
 from samestep.view.leaves import sample_of
-from samestep.view.slots import TABLES
+from samestep.view.module_tensors import TABLES
 
 Digest = tuple[Hashable, str | None]  # and the type of a value in it that cannot be compared
 Digests = dict[tuple[str, int], Digest]  # by words for the place of a value, and its owner

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.config.exclusions import excluded
 from samestep.errors import RankDesyncError, SamestepError
 from samestep.view.crossings import RowBounds, crossing, cut, gather
-from samestep.view.ranks import RaisedElsewhere, RowMessages
+from samestep.view.messages import RaisedElsewhere, RowMessages
 from samestep.view.region import current_region
 
 # Returns the result of a function on own rows, or NotImplemented if all rows are needed.

@@ -16,7 +16,7 @@ from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import numpy_generator, python_generator, saved_generators
 from samestep.view.leaves import hash_of, sample_of
-from samestep.view.slots import ModuleState
+from samestep.view.module_tensors import ModuleState
 
 # (index of a submodule, name) of a buffer; index of a submodule, for its attributes; name of a
 # generator.

@@ -34,8 +34,8 @@ from samestep.reduce.exact import ExactReduction
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import CallExchange, RowBounds, cut, enter
 from samestep.view.leaves import flatten
+from samestep.view.messages import Ranks
 from samestep.view.operations import Operation, Operations
-from samestep.view.ranks import Ranks
 from samestep.view.rows_tensor import Rows, gathered, own_rows, with_all_rows
 
 

@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch.utils._pytree import tree_flatten
 
-from samestep.view.division import ComputedWhole, Output
-from samestep.view.slots import TABLES
+from samestep.view.module_tensors import TABLES
+from samestep.view.trial_result import ComputedWhole, Output
 from samestep.view.trial_run import Run, Setting
 
 _ABSENT = object()

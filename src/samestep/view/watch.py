@@ -17,10 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.distributed.devices import accelerator_module
 from samestep.distributed.rng import torch_generator
-from samestep.view.graph import BackwardCode, captures, sequence_number
 from samestep.view.leaves import VALUES, TensorReference, flatten, is_held_elsewhere, kept_elsewhere
 from samestep.view.operations import RULES, Operation, Operations, is_number
 from samestep.view.reachable import FUNCTIONS, Reachable, changed, is_library, tensor_mark
+from samestep.view.watched_graph import BackwardCode, captures, sequence_number
 
 _ARGUMENTS = (
     *(*VALUES, *FUNCTIONS, types.BuiltinFunctionType),

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.config.validation import require_path
-from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
 from samestep.errors import DataError
+from samestep.zoo.data_files import by_suffix, files_below, fingerprint_of
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.image_transforms import ImageTransforms, Transform
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table

@@ -22,8 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from samestep.checkpoint.durable_files import replacing
 from samestep.config.validation import require_path
-from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
 from samestep.errors import DataError
+from samestep.zoo.data_files import by_suffix, files_below, fingerprint_of
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.options import is_count, require_count, require_option
 from samestep.zoo.splits import (

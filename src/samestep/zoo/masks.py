@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from samestep.config.validation import require_path
-from samestep.data.sample_files import by_suffix, files_below
 from samestep.errors import DataError
+from samestep.zoo.data_files import by_suffix, files_below
 from samestep.zoo.image_files import IMAGE_SUFFIXES, file_errors, open_image
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.splits import train_validation_split

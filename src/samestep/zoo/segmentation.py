@@ -13,8 +13,8 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from samestep.data.sample_files import fingerprint_of
 from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.data_files import fingerprint_of
 from samestep.zoo.image_files import read_image
 from samestep.zoo.image_transforms import MEAN, STD
 from samestep.zoo.losses import IGNORED

@@ -13,9 +13,9 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.data.batch import Collate, SizedDataset
-from samestep.data.sample_files import fingerprint_of
 from samestep.error_text import printable
 from samestep.errors import DataError
+from samestep.zoo.data_files import fingerprint_of
 from samestep.zoo.options import require_option
 
 Answer = dict[str, Any]

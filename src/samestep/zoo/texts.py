@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.data.sample_files import fingerprint_of
+from samestep.zoo.data_files import fingerprint_of
 from samestep.zoo.image_files import file_errors
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
 from samestep.zoo.options import require_count, unusable

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from samestep.view.division import Division
 from samestep.view.kinds import Kind, Outside, arguments_key, code_of, module_key, operations_hash, submodules, switch
 from samestep.view.operations import Operation, Operations
+from samestep.view.trial_result import Division
 
 
 class Configured(nn.Module):

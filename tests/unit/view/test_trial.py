@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from samestep.view import operations as operations_module
-from samestep.view.division import ComputedWhole, Division, Output
 from samestep.view.operations import Operations
 from samestep.view.trial import try_division
+from samestep.view.trial_result import ComputedWhole, Division, Output
 
 ROWS = Output("rows")
 BATCH = 7

@@ -14,7 +14,7 @@ import samestep
 from helpers.forked_ranks import Job, run_jobs
 from samestep.distributed.devices import kernel_settings
 from samestep.errors import RankDesyncError
-from samestep.view.ranks import Action, Ranks
+from samestep.view.messages import Action, Ranks
 from samestep.view.region import Region, inside
 from samestep.view.rows_tensor import Rows
 from samestep.view.view import EqualKernels, ModuleSummary, View

@@ -30,8 +30,8 @@ from samestep.strategies.pipeline.partition import (
 )
 from samestep.strategies.pipeline.passing import Links, Message, Outputs, Received, Sent, Shared
 from samestep.strategies.tensor_slices import checked_forward
+from samestep.view.module_tensors import Entry, ParameterSlots
 from samestep.view.operations import Operation, Operations
-from samestep.view.slots import Entry, ParameterSlots
 
 _MARK = "stage "
 

@@ -28,6 +28,7 @@ from samestep.distributed.logging import plain_console
 from samestep.distributed.signals import GROUP_SIGNALS, handled_signals
 from samestep.error_text import printable
 from samestep.errors import InputError
+from samestep.number_text import plural
 from samestep.tools.audit.data_findings import (
     data_findings,
     file_findings,
@@ -35,7 +36,6 @@ from samestep.tools.audit.data_findings import (
 )
 from samestep.tools.audit.step_findings import Finding, copy_findings, step_findings
 from samestep.tools.audit.worlds import World, group_worlds, read_events
-from samestep.units import plural
 
 _VARIABLE = "SAMESTEP_AUDIT"
 # Subjects of findings, and the kinds of events of which one is necessary.

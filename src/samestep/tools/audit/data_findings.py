@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from samestep.number_text import plural
 from samestep.tools.audit.step_findings import Finding, reduces_gradients
 from samestep.tools.audit.worlds import Event, Pass, World, matching_passes, passes
-from samestep.units import plural
 
 _MIN_ORDER = 16  # samples; a shorter order repeats by chance
 _MIN_DRAWS = 3

@@ -10,8 +10,8 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
+from samestep.number_text import plural
 from samestep.tools.audit.worlds import Event, World, passes
-from samestep.units import plural
 
 # Stable names, and the fix of each; the tables of docs/guides/audit.md have the same.
 FIXES = {

@@ -28,7 +28,7 @@ from samestep.data.sample_reader import SampleReader
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.launcher.process_state import process_state
 from samestep.launcher.worker import EndOfScript
-from samestep.script.calls import is_divisible
+from samestep.script.divided_calls import is_divisible
 from samestep.strategies.divided_parameters import split_of
 from samestep.tools.verify.interventions import ModelInterventions
 from samestep.tools.verify.tensor_comparison import (

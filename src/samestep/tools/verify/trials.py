@@ -15,9 +15,9 @@ from samestep.config import DeviceKind, Recipe
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
 from samestep.launcher.launch import LaunchConfig, RankError
+from samestep.number_text import plural
 from samestep.tools.launch import run_on_ranks
 from samestep.tools.verify.texts import restore_files
-from samestep.units import plural
 
 PLAIN = 0  # number of processes of plain Python: one process, in which nothing is divided
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from samestep.script.calls import OutermostCalls, own_rows_of_loaders
+from samestep.script.divided_calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.summary import Reading, Records, Summary
 from samestep.view.view import ModuleSummary
 

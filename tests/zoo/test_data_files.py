@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.data.sample_files import files_below
+from samestep.zoo.data_files import files_below
 
 
 def touch(root: Path, *names: str) -> Path:

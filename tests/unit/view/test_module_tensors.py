@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.view.slots import ModuleState, ParameterSlots, replaced
+from samestep.view.module_tensors import ModuleState, ParameterSlots, replaced
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -3,7 +3,7 @@
 import pytest
 
 from samestep.errors import InputError
-from samestep.units import format_bytes, parse_duration, plural
+from samestep.number_text import format_bytes, parse_duration, plural
 
 
 @pytest.mark.parametrize(

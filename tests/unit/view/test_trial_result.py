@@ -1,6 +1,6 @@
 """Reasons of whole calls."""
 
-from samestep.view.division import LONGEST_REASON, failure, shortened
+from samestep.view.trial_result import LONGEST_REASON, failure, shortened
 
 
 def test_long_reason_is_cut() -> None:

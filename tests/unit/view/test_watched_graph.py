@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from samestep.view.division import ComputedWhole
+from samestep.view.trial_result import ComputedWhole
 from samestep.view.watch import Watched, watch
 
 FUNCTION = "has an autograd function whose backward keeps state"

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from samestep.view.division import ComputedWhole
 from samestep.view.leaves import VALUES, TensorReference
 from samestep.view.reachable import Reachable, changed, is_library
+from samestep.view.trial_result import ComputedWhole
 
 _ENTRIES = ("forward", "backward", "vjp")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import samestep
 from helpers.forked_ranks import Job, run_jobs
-from samestep.view.ranks import Ranks
+from samestep.view.messages import Ranks
 
 
 def run() -> dict[str, list[Any]]:
