@@ -108,8 +108,11 @@ def passed_generators(device: torch.device) -> list[PassedGenerator]:
     """Return the generators that `seed_generators` seeds."""
     generators = [
         PassedGenerator(torch.get_rng_state, torch.set_rng_state),
-        PassedGenerator(_python_state, _set_python_state),
-        PassedGenerator(_numpy_state, _set_numpy_state),
+        PassedGenerator(lambda: _text_of(random.getstate()), _set_python_state),
+        PassedGenerator(
+            lambda: _text_of(numpy.random.get_state(legacy=False)),  # of any kind of generator
+            lambda state: numpy.random.set_state(json.loads(_bytes(state))),
+        ),
     ]
     if is_accelerator(device):
         state = partial(accelerator_module().get_rng_state, device)
@@ -135,21 +138,9 @@ def share_generators(
             generator.set_state(state)
 
 
-def _python_state() -> torch.Tensor:
-    return _text_of(random.getstate())
-
-
 def _set_python_state(state: torch.Tensor) -> None:
     version, numbers, second = json.loads(_bytes(state))
     random.setstate((version, tuple(numbers), second))
-
-
-def _numpy_state() -> torch.Tensor:
-    return _text_of(numpy.random.get_state(legacy=False))  # of any kind of generator
-
-
-def _set_numpy_state(state: torch.Tensor) -> None:
-    numpy.random.set_state(json.loads(_bytes(state)))
 
 
 def _text_of(state: object) -> torch.Tensor:

@@ -34,7 +34,6 @@ from samestep.launcher.worker import run_script
 from samestep.microbatches import MOST_MICROBATCHES, require_microbatches
 from samestep.script.divided_calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.first_writer import FirstWriter, one_writer
-from samestep.script.inputs import equal_entropy, shared_console
 from samestep.script.mode import Mode, uses_samestep
 from samestep.script.overlay import Overlay
 from samestep.script.process import (
@@ -46,7 +45,9 @@ from samestep.script.process import (
     threads_joined,
 )
 from samestep.script.programs import FirstRankPrograms
+from samestep.script.random_bytes import equal_entropy
 from samestep.script.replaced import replaced
+from samestep.script.standard_input import shared_console
 from samestep.script.summary import Summary
 from samestep.session import join
 from samestep.view.first_calls import CallOptions
