@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from samestep.errors import InputError
 from samestep.number_text import plural
 
-MOST_MICROBATCHES = 8  # of a call, where the script gives no number
+MOST_MICROBATCHES = 8  # of a batch, where neither script nor recipe gives a number
+
+
+def default_microbatches(rows: int) -> int:
+    """Return the number of microbatches of a batch, where neither script nor recipe gives one."""
+    return min(rows, MOST_MICROBATCHES)
 
 
 def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:

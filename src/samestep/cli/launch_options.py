@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from samestep.cli.commands import PRELOAD
 from samestep.cli.options import DeviceOption, count, option, option_conflict, parse_process_count
 from samestep.config import Recipe, resolve_mesh
-from samestep.distributed.devices import parse_devices
+from samestep.distributed.devices import default_processes, parse_devices
 from samestep.distributed.env import (
     VISIBLE_DEVICES,
     read_environment,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from samestep.cli.run_plans import RunPlan
     from samestep.launcher.process_state import Job
 
-_MOST_ON_CORES = 8  # ranks of `auto` on a machine without GPUs
 _MOST_PER_CORE = 4  # ranks on CPUs without a warning
 _POLL_SECONDS = 0.02
 _PLAN_KEY = "command/plan"
@@ -158,10 +157,8 @@ class LaunchOptions(DeviceOption):
     def _auto_processes(self, recipe: Recipe | None) -> int:
         if self.selected_devices is not None:
             available = len(self.selected_devices) // self.devices_per_process
-        elif self.device != "cpu" and (gpus := len(gpu_names())):
-            available = max(1, gpus // self.devices_per_process)
         else:
-            available = min(usable_processors(), _MOST_ON_CORES)
+            available = default_processes(self.device, self.devices_per_process)
         if recipe is None:
             return available
         # More ranks than microbatches would have nothing to compute.

@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from samestep.config.strategy import StrategyConfig
 from samestep.config.validation import Constrained, require
+from samestep.microbatches import default_microbatches
 
 BadSamples = Literal["stop", "skip"]
 LearningRateRule = Literal["fixed", "linear", "sqrt"]
@@ -27,7 +28,6 @@ DEFAULT_CHECKSUM_EVERY = 10
 DEFAULT_KEEP = 2
 DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
 _MAX_WORKERS = 8
-_MAX_MICROBATCHES = 8  # ranks at most, without a number in the recipe
 # Options of optimizers that are numbers, in torch and in libraries.
 _OPTIMIZER_NUMBERS = (
     *("lr", "momentum", "weight_decay", "eps", "dampening"),
@@ -330,7 +330,7 @@ class Recipe(Constrained):
         """Return the recipe with a number of microbatches in place of `auto`."""
         if self.microbatches != "auto":
             return self
-        return replace(self, microbatches=min(self.batch_size, _MAX_MICROBATCHES))
+        return replace(self, microbatches=default_microbatches(self.batch_size))
 
 
 def default_workers(cores: int, processes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,25 +100,6 @@ def parts_of(data: Any, samples: int, parts: int) -> list[Any]:
 
     bounds = microbatch_bounds(samples, min(parts, samples))
     return [map_tensors(data, partial(rows, start=start, stop=stop)) for start, stop in bounds]
-
-
-def pair_of(data: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch.
-
-    Raises:
-        DataError: the data are not a pair.
-    """
-    if isinstance(data, list | tuple) and len(data) == 2:
-        return data[0], data[1]
-    kind = type(data).__name__
-    if isinstance(data, Mapping):
-        kind += " with keys"
-    raise DataError(
-        f"a batch is a {kind}",
-        expected="a pair (inputs, targets)",
-        fix="return pairs from the data set, or from its collate function",
-        code="E_DATA",
-    )
 
 
 def complete_epoch(batches: WholeBatches) -> Generator[RecipeBatch]:

@@ -22,11 +22,11 @@ from samestep.data.batch import channels_last, move
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.errors import InputError, RunError
+from samestep.errors import DataError, InputError, RunError
 from samestep.global_view import any_rank, no_sync
 from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, channels_of
 from samestep.microbatches import microbatch_bounds
-from samestep.recipes.bad_samples import RecipeBatch, pair_of, parts_of
+from samestep.recipes.bad_samples import RecipeBatch, parts_of
 from samestep.recipes.loss import RecipeLoss, first_batch, non_finite_error
 from samestep.recipes.optimizers import decides_on_device, step_if
 from samestep.strategies.divided_parameters import full_tensor
@@ -173,7 +173,7 @@ class Driver:
     def on_device(self, batch: RecipeBatch) -> tuple[Any, Any]:
         """Return inputs and targets of a batch on the device of this rank."""
         data = move(batch.data, self.world.device)
-        inputs, targets = pair_of(data)
+        inputs, targets = _pair_of(data)
         if self._config.channels_last:
             inputs = channels_last(inputs)
         return inputs, targets
@@ -454,3 +454,22 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+def _pair_of(data: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch.
+
+    Raises:
+        DataError: the data are not a pair.
+    """
+    if isinstance(data, list | tuple) and len(data) == 2:
+        return data[0], data[1]
+    kind = type(data).__name__
+    if isinstance(data, Mapping):
+        kind += " with keys"
+    raise DataError(
+        f"a batch is a {kind}",
+        expected="a pair (inputs, targets)",
+        fix="return pairs from the data set, or from its collate function",
+        code="E_DATA",
+    )

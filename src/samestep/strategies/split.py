@@ -22,10 +22,10 @@ from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.strategies.divided_parameters import split_of
 from samestep.strategies.gradient_norm import norm_of_ranks, share_norms
-from samestep.strategies.optimizer_trial import require_update_by_parts
 from samestep.strategies.pipeline.partition import require_single_uses
 from samestep.strategies.pipeline.stage import Later, Stage, StageOperations
 from samestep.strategies.replicated import HubStrategy
+from samestep.strategies.split_optimizer_trial import require_update_by_parts
 from samestep.strategies.tensor import Place, TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
 from samestep.view.crossings import crossing

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from samestep.distributed.devices import is_accelerator, use_deterministic_kernels
 from samestep.microbatches import (
-    MOST_MICROBATCHES,
     Slices,
+    default_microbatches,
     microbatch_bounds,
     owned_microbatches,
     rank_bounds,
@@ -201,7 +201,7 @@ class ParallelModule(FirstCalls):
             if rows < ranks.size:
                 return None
             if self._microbatches is None:
-                self._microbatches = min(rows, MOST_MICROBATCHES)
+                self._microbatches = default_microbatches(rows)
             bounds = microbatch_bounds(rows, self._microbatches)
             owned = owned_microbatches(self._microbatches, ranks.size, ranks.rank)
             slices = Slices(
@@ -213,10 +213,10 @@ class ParallelModule(FirstCalls):
         if rows < 2 or rows < (self._microbatches or 0):
             return None
         if self._microbatches is None:
-            self._microbatches = min(rows, MOST_MICROBATCHES)
+            self._microbatches = default_microbatches(rows)
             if not self.is_exact:
                 # Several rows of each: small matrix products take as long as larger ones.
-                self._microbatches = min(max(rows // 2, ranks.size), MOST_MICROBATCHES)
+                self._microbatches = default_microbatches(max(rows // 2, ranks.size))
             require_microbatches(self._microbatches, ranks.size)
         bounds = microbatch_bounds(rows, self._microbatches)
         slices = Slices(bounds, ranks.size, ranks.rank, copies=self.is_exact)

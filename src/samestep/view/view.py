@@ -32,7 +32,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed
 from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
-from samestep.microbatches import MOST_MICROBATCHES, Slices, rank_bounds
+from samestep.microbatches import Slices, default_microbatches, rank_bounds
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import RowBounds
 from samestep.view.kinds import Kind
@@ -432,7 +432,7 @@ class ViewOfBatches:
         if rows < self.size:
             return None
         if self._microbatches is None:
-            self._microbatches = min(rows, MOST_MICROBATCHES)
+            self._microbatches = default_microbatches(rows)
         bounds = rank_bounds(rows, self._microbatches, self.size)
         if any(start == stop for start, stop in bounds):
             return None

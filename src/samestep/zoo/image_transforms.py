@@ -39,6 +39,9 @@ _FORBID = ConfigDict(extra="forbid")
 class Augment:
     """Augmentation of training images. Random numbers are a function of (seed, epoch, sample).
 
+    Those of mixup and CutMix, which collate, are a function of the first sample of the batch:
+    `data/sample_reader.py` seeds the generators before it calls a data set or a collate function.
+
     Attributes:
         scale: minimum and maximum area of a random crop, as fractions of the image (Szegedy et al.,
             "Going deeper with convolutions", 2015), which is resized to `image_size`.

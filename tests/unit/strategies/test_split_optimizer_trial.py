@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from helpers.view_checks import error_code
-from samestep.strategies.optimizer_trial import require_update_by_parts
+from samestep.strategies.split_optimizer_trial import require_update_by_parts
 
 ELEMENT = (True, True)  # taken under `tp`, and under `pp`
 PARAMETER = (False, True)
