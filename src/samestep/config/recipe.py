@@ -252,7 +252,7 @@ class Recipe(Constrained):
         ema: moving average of the weights for evaluation, if any.
         batch_size: samples of one optimizer step over all ranks.
         accumulate: parts of a batch that are computed one after another before the step; it bounds
-            memory.
+            memory. The parts of Dice losses are weighted by samples, also where pixels are ignored.
         microbatches: fixed slices of a batch, of which each rank computes some; the largest number
             of ranks. `auto` is 8, or fewer for a small batch; the recipe of a run contains the
             number.
