@@ -305,7 +305,7 @@ def _strategy(
             kind = Gathered
         kind = partial(kind, is_exact=is_exact)
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:
-        from samestep.strategies.split import Split  # slow to import
+        from samestep.strategies.split_models import Split  # slow to import
 
         kind = partial(Split, slices=slices, plan=plan, is_exact=is_exact)
     return kind(world, view.ranks, view.reduction, view.begin_backward)

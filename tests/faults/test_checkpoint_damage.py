@@ -19,8 +19,9 @@ from torch import nn
 
 from helpers.system import here
 from samestep.checkpoint.contents import Progress, Training
+from samestep.checkpoint.manifest import MANIFEST
 from samestep.checkpoint.state import MODEL, OPTIMIZER, load, load_model, pack
-from samestep.checkpoint.store import MANIFEST, STATE, CheckpointFolder, read_state
+from samestep.checkpoint.store import STATE, CheckpointFolder, read_state
 from samestep.errors import EXIT_INPUT, CheckpointError
 
 FILES = (MODEL, OPTIMIZER, STATE, MANIFEST)

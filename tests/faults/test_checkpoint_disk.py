@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_faults import SAVES, content, fail_with, intercepting, mounted, names, run_saves
-from samestep.checkpoint.store import CheckpointFolder, verify
+from samestep.checkpoint.manifest import verify
+from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import EXIT_FAILED, CheckpointWriteError
 
 FILES = {"model": bytes(range(256)) * 300, "state": b"{}"}

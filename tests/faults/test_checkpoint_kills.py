@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_faults import SAVES, content, intercepting, kill, names, run_saves
-from samestep.checkpoint.store import CheckpointFolder, verify
+from samestep.checkpoint.manifest import verify
+from samestep.checkpoint.store import CheckpointFolder
 
 
 def killed_at(call: int, folder: CheckpointFolder, patch: pytest.MonkeyPatch) -> tuple[bool, int]:

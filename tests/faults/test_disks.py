@@ -13,7 +13,8 @@ from helpers.machines import faulty_disk, small_disk
 from helpers.recorded import count_calls
 from helpers.surroundings import RecordFault, require_bounded, require_single_report, wait_for_end
 from helpers.system import TESTS, Done, Running, events, here, last_saved, steps_saved, until, weights
-from samestep.checkpoint.store import CheckpointFolder, verify
+from samestep.checkpoint.manifest import verify
+from samestep.checkpoint.store import CheckpointFolder
 
 RECIPE = TESTS / "helpers" / "recorded.yaml"
 SAVING = ("--checkpoint-every", 3)

@@ -12,7 +12,8 @@ import pytest
 
 from helpers.surroundings import RecordFault, require_bounded
 from helpers.system import here
-from samestep.checkpoint.store import CheckpointFolder, verify
+from samestep.checkpoint.manifest import verify
+from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import InputError
 from samestep.loggers.logger import JsonlLogger
 from samestep.recipes.models import load_all

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from samestep.view.batch_norm import _normalize
-from samestep.view.lockstep import AllHere
+from samestep.view.slice_threads import AllHere
 
 DEVICES = [
     "cpu",

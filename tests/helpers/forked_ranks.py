@@ -61,7 +61,7 @@ class RankServer:
     """Process that has imported a module, and runs its functions on forked ranks. Leaving the block ends it.
 
     Args:
-        module: a module below `tests`, such as `unit.view.test_ranks`.
+        module: a module below `tests`, such as `unit.view.test_messages`.
     """
 
     def __init__(self, module: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.resume_changes import other_state
 from samestep.errors import InputError
@@ -43,8 +42,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
 }
 # Surrogates stand for bytes of file names that are not UTF-8. JSON cannot represent them.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-Tensors = dict[int, tuple[str, torch.Tensor]]  # name and tensor by id
-_PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
+Tensors = dict[int, tuple[str, torch.Tensor]]
 
 
 def encode(value: Any, tensors: Tensors, place: str) -> Any:
@@ -190,18 +188,6 @@ def require_loadable(value: Any, state: Any) -> None:
         raise other_state(
             "schedule", f"it has the values {', '.join(names)}, and not {', '.join(own)}"
         )
-
-
-def replay_schedule(schedule: LRScheduler, saved: dict[str, Any]) -> None:
-    """Bring a new schedule of the script to the step of a saved one with other settings."""
-    if isinstance(schedule, ReduceLROnPlateau):  # a function of metrics, which are gone
-        progress = {key: saved[key] for key in _PROGRESS if key in saved}
-        schedule.load_state_dict({**schedule.state_dict(), **progress})
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # there were no steps of the optimizer
-        for _ in range(saved["last_epoch"] - schedule.last_epoch):
-            schedule.step()
 
 
 def encode_objects(

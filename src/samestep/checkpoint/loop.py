@@ -19,9 +19,10 @@ from samestep.checkpoint.background_writer import (
 from samestep.checkpoint.checksum import Trained
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState, Training
 from samestep.checkpoint.durable_files import Contents
+from samestep.checkpoint.manifest import file_names, manifest_digest
 from samestep.checkpoint.resume_changes import require_same_names, setting_changes
 from samestep.checkpoint.state import load_all, read_verified, snapshot
-from samestep.checkpoint.store import STATE, CheckpointFolder, file_names, manifest_digest
+from samestep.checkpoint.store import STATE, CheckpointFolder
 from samestep.cursor import require_position
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.devices import machine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -11,13 +12,15 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from samestep.data.batch_plan import content_of
+from samestep.data.batch_structure import content_of
 from samestep.data.whole_batches import WholeBatches
 from samestep.errors import CheckpointError
 
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+# name and tensor by id
+_PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 _OF_MODULES = frozenset(vars(nn.Module()))  # such as `training`, which loops change
 # Settings of an optimizer and schedules, by name.
 Settings = dict[str, dict[str, Any]]
@@ -152,6 +155,18 @@ def _other_loop(problem: str, expected: str) -> CheckpointError:
         "--accept-changes, in a script checkpoints.resume(accept_changes=True)",
         code="E_RESUME_CHANGED",
     )
+
+
+def replay_schedule(schedule: LRScheduler, saved: dict[str, Any]) -> None:
+    """Bring a new schedule of the script to the step of a saved one with other settings."""
+    if isinstance(schedule, ReduceLROnPlateau):  # a function of metrics, which are gone
+        progress = {key: saved[key] for key in _PROGRESS if key in saved}
+        schedule.load_state_dict({**schedule.state_dict(), **progress})
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # there were no steps of the optimizer
+        for _ in range(saved["last_epoch"] - schedule.last_epoch):
+            schedule.step()
 
 
 def groups_like(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -36,17 +36,18 @@ from samestep.checkpoint.encoding import (
     encode_objects,
     load_object,
     object_state,
-    replay_schedule,
     require_loadable,
 )
+from samestep.checkpoint.manifest import file_names
 from samestep.checkpoint.resume_changes import (
     attributes_of,
     changed_keys,
     groups_like,
     other_state,
+    replay_schedule,
     require_same_names,
 )
-from samestep.checkpoint.store import STATE, file_names, read_state, read_states
+from samestep.checkpoint.store import STATE, read_state, read_states
 from samestep.errors import CheckpointError
 from samestep.launcher.process_state import process_state
 
@@ -313,9 +314,8 @@ def _load_objects(
             replay_schedule(value, saved_state)
         else:
             load_object(value, saved_state)
-    for number, (group, own) in enumerate(
-        zip(optimizer_state["param_groups"], optimizer.param_groups, strict=True)
-    ):
+    groups = zip(optimizer_state["param_groups"], optimizer.param_groups, strict=True)
+    for number, (group, own) in enumerate(groups):
         kept = changed.get(f"optimizer group {number}", [])
         if is_replayed:  # schedules set any of them
             kept = [key for key in own if key != "params"]

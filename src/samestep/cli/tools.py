@@ -27,6 +27,7 @@ from samestep.cli.options import (
     require_new_file,
 )
 from samestep.config import default_workers
+from samestep.distributed.devices import MOST_ON_CORES
 from samestep.distributed.logging import plain_console
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
@@ -53,7 +54,9 @@ class Doctor(JsonOption, WorkersOption):
     example: ClassVar = "samestep doctor --processes 8 --workers 4"
 
     processes: str = option(
-        "ranks on this machine (default: one per GPU, else per core)", "N", default="auto"
+        "ranks on this machine (default: one per GPU, else per core, at most 8)",
+        "N",
+        default="auto",
     )
     runs: Path = option("folder of runs", "DIR", default=Path("runs"))
     quick: bool = option("skip the self-test; torch is not imported", default=False)
@@ -64,7 +67,7 @@ class Doctor(JsonOption, WorkersOption):
 
         nvidia = read_nvidia()
         usable = usable_processors()
-        processes = len(nvidia.gpus) or usable
+        processes = len(nvidia.gpus) or min(usable, MOST_ON_CORES)
         if self.processes != "auto":
             processes = parse_process_count(self.processes)
         workers = self.workers

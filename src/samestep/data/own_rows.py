@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from samestep.data.batch_plan import (
+from samestep.data.batch_structure import (
     Leaf,
     Leaves,
     OtherStructure,

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset
 
-from samestep.data.batch_plan import Plan, content_of, plan_of
+from samestep.data.batch_structure import Plan, content_of, plan_of
 from samestep.data.process_copy import called_in_copy
 from samestep.data.read_generators import OwnGenerators
 from samestep.data.read_state import ReadState, comparable

@@ -1,7 +1,4 @@
-"""Random generators around reads of samples: watched, preserved, and those of a data set seeded.
-
-`sample_reader.py` derives the seed of each sample.
-"""
+"""Generators around reads of samples: seeded by (seed, epoch, sample), watched, preserved."""
 
 from __future__ import annotations
 
@@ -13,13 +10,14 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from samestep.data.read_state import GENERATORS, objects_of
+from samestep.distributed.rng import derive_seed, seed_generators
 
 _MIX = 0x9E3779B97F4A7C15  # odd: seeds of several generators of one data set differ
 # The generators behind the functions of the modules.
@@ -140,8 +138,29 @@ class OwnGenerators:
             states.append(repr(state))
         return states
 
-    def seed(self, seed: int) -> None:
-        """Seed them, each in another way."""
+    def seed(
+        self,
+        purpose: Literal["sample", "collate"],
+        seed: int,
+        epoch: int,
+        index: Any,
+        repeat: int,
+    ) -> None:
+        """Seed the generators of this process, and these, by (seed, epoch, sample).
+
+        Args:
+            purpose: what draws: the sample, or the collation of a batch.
+            seed: seed of the loader.
+            epoch: number of the epoch.
+            index: index of the sample, or of the first of a batch.
+            repeat: earlier occurrences of the index in the epoch.
+        """
+        facts = [epoch, sample_number(index)]
+        # A first occurrence has the seed of a sampler that draws each index once.
+        if repeat:
+            facts.append(repeat)
+        seed = derive_seed(purpose, seed, *facts)
+        seed_generators(seed)
         for number, generator in enumerate(self._all, start=1):
             _seed(generator, (seed + number * _MIX) % 2**64)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from samestep.data.batch_plan import equal
+from samestep.data.batch_structure import equal
 from samestep.distributed.collective_check import is_library_file
 
 _DEPTH = 8  # of attributes and containers that are searched

@@ -15,9 +15,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from samestep.data.batch import Collate
-from samestep.data.batch_plan import Plan, content_of
+from samestep.data.batch_structure import Plan, content_of
 from samestep.data.process_copy import called_in_copy
-from samestep.data.read_generators import OwnGenerators, WatchedGenerators, sample_number
+from samestep.data.read_generators import OwnGenerators, WatchedGenerators
 from samestep.distributed.rng import (
     derive_seed,
     generator_state,
@@ -205,13 +205,11 @@ class SampleReader(Dataset[Any]):
         return read
 
     def _seed(self, purpose: Literal["sample", "collate"], request: Request, position: int) -> None:
-        facts = [request.epoch, sample_number(request.indices[position])]
-        # A first occurrence has the seed of a sampler that draws each index once.
-        if request.repeats is not None and request.repeats[position]:
-            facts.append(request.repeats[position])
-        seed = derive_seed(purpose, request.seed, *facts)
-        seed_generators(seed)
-        self.generators.seed(seed)
+        repeat = 0
+        if request.repeats is not None:
+            repeat = request.repeats[position]
+        index = request.indices[position]
+        self.generators.seed(purpose, request.seed, request.epoch, index, repeat)
 
     def _read_plain(self, request: Request) -> Reading:
         samples = self._plain(request.indices)

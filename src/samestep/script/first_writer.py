@@ -26,7 +26,7 @@ from samestep.script.file_journal import (
     noted_file,
     open_function,
 )
-from samestep.script.overlay import Overlay
+from samestep.script.private_writes import Overlay
 from samestep.script.replaced import PATHS, Replaced, database_path
 
 KEEP_BYTES = 64 * 2**20

@@ -35,7 +35,7 @@ from samestep.microbatches import MOST_MICROBATCHES, require_microbatches
 from samestep.script.divided_calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.first_writer import FirstWriter, one_writer
 from samestep.script.mode import Mode, uses_samestep
-from samestep.script.overlay import Overlay
+from samestep.script.private_writes import Overlay
 from samestep.script.process import (
     children_ended,
     exit_functions_called,

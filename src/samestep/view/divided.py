@@ -18,11 +18,11 @@ from samestep.view.crossings import CallExchange
 from samestep.view.inner_graph import InnerSlice
 from samestep.view.kinds import Kind, numbers_hash, operations_hash
 from samestep.view.leaves import flatten
-from samestep.view.lockstep import Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
 from samestep.view.messages import Action
 from samestep.view.operations import RULES, Operation, Operations
 from samestep.view.outputs import OutputCrossing
 from samestep.view.region import Region, inside
+from samestep.view.slice_threads import Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
 from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import Call, CallParameters, OwnResult, Strategy
 from samestep.view.view import View

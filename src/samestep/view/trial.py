@@ -24,10 +24,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import tf32_off
 from samestep.distributed.rng import preserved_generators
-from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.module_tensors import ModuleState
 from samestep.view.operations import Operation
 from samestep.view.recomputation import checkpointing_off
+from samestep.view.slice_threads import AllHere, Part, run_in_lockstep
 from samestep.view.trial_comparison import Verdict, rows_factor
 from samestep.view.trial_result import ComputedWhole, Division, failure
 from samestep.view.trial_run import Change, Run, Setting

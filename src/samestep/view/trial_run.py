@@ -14,10 +14,10 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from samestep.distributed.rng import generator_state, saved_generators, seed_generators
 from samestep.view.leaves import flatten
-from samestep.view.lockstep import ThreadModes
 from samestep.view.module_tensors import ModuleState, ParameterSlots
 from samestep.view.operations import Operations
 from samestep.view.region import Exchange, Region, inside
+from samestep.view.slice_threads import ThreadModes
 from samestep.view.trial_result import ComputedWhole
 
 _SEED = 20260  # of the choices of a trial; never of a rank

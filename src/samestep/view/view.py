@@ -36,12 +36,12 @@ from samestep.microbatches import Slices, default_microbatches, rank_bounds
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import RowBounds
 from samestep.view.kinds import Kind
-from samestep.view.lockstep import SliceThreads
 from samestep.view.messages import Action, Ranks, RowMessages
 from samestep.view.rank_comparison import ONE_DECISION, InStep
 from samestep.view.region import current_region
 from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
 from samestep.view.rows_tensor import rows_of
+from samestep.view.slice_threads import SliceThreads
 from samestep.view.strategy import Strategy
 
 _WORD = 8  # integers; the last one is a request to stop

@@ -40,7 +40,7 @@ class Augment:
     """Augmentation of training images. Random numbers are a function of (seed, epoch, sample).
 
     Those of mixup and CutMix, which collate, are a function of the first sample of the batch:
-    `data/sample_reader.py` seeds the generators before it calls a data set or a collate function.
+    `data/read_generators.py` seeds the generators before each.
 
     Attributes:
         scale: minimum and maximum area of a random crop, as fractions of the image (Szegedy et al.,

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import launch
-from samestep.checkpoint.store import MANIFEST, CheckpointFolder, read_state, verify
+from samestep.checkpoint.manifest import MANIFEST, verify
+from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.launcher.launch import RankError
 from samestep.session import start

@@ -31,7 +31,7 @@ import samestep
 from helpers.forked_ranks import Job, run_jobs
 from helpers.view_checks import error_code, run_checks
 from samestep.data.batch import map_tensors
-from samestep.data.batch_plan import content_of, equal
+from samestep.data.batch_structure import content_of, equal
 from samestep.data.own_rows import OwnRows, own_iterator
 from samestep.distributed.rng import seed_generators
 from samestep.launcher.process_state import process_state

@@ -51,16 +51,16 @@ def test_owned_generators_are_seeded_apart_and_preserved() -> None:
     own = OwnGenerators(Holder(torch_one, python, legacy, new))
     before = draws()
     with own.preserved():
-        own.seed(5)
+        own.seed("sample", 5, 0, 0, 0)
         first = draws()
-        own.seed(5)
+        own.seed("sample", 5, 0, 0, 0)
         assert draws() == first
-        own.seed(6)
+        own.seed("sample", 6, 0, 0, 0)
         assert not set(draws()) & set(first)
     assert len(set(first)) == len(before)
-    own.seed(7)
+    own.seed("sample", 7, 0, 0, 0)
     expected = draws()
-    own.seed(7)
+    own.seed("sample", 7, 0, 0, 0)
     with own.preserved():
         draws()
     assert draws() == expected

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from samestep.view.crossings import totals
-from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operations
 from samestep.view.region import Exchange, Region, inside
+from samestep.view.slice_threads import AllHere, Part, run_in_lockstep
 
 
 class Meeting:

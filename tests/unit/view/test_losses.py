@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operations
 from samestep.view.region import Region
+from samestep.view.slice_threads import AllHere, Part, run_in_lockstep
 
 Compute = Callable[..., torch.Tensor]
 CUTS = ([0, 12], [0, 5, 12], [0, 1, 3, 12], [0, 1, 2, 11, 12])

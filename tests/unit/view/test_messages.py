@@ -78,7 +78,7 @@ def _of_dtype(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.long), 4])
 def results(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
-    (found,) = run_jobs("unit.view.test_ranks", Job("run", request.param, {}))
+    (found,) = run_jobs("unit.view.test_messages", Job("run", request.param, {}))
     return request.param, found
 
 

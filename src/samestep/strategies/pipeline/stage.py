@@ -28,7 +28,14 @@ from samestep.strategies.pipeline.partition import (
     partition_model,
     stage_error,
 )
-from samestep.strategies.pipeline.passing import Links, Message, Outputs, Received, Sent, Shared
+from samestep.strategies.pipeline.stage_messages import (
+    Links,
+    Message,
+    Outputs,
+    Received,
+    Sent,
+    Shared,
+)
 from samestep.strategies.tensor_slices import checked_forward
 from samestep.view.module_tensors import Entry, ParameterSlots
 from samestep.view.operations import Operation, Operations

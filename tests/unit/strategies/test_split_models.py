@@ -24,7 +24,7 @@ from helpers.view_checks import difference, error_code
 from samestep.config import MeshConfig, StrategyConfig
 from samestep.distributed.world import World
 from samestep.global_view import parallel_module
-from samestep.strategies.split import Split
+from samestep.strategies.split_models import Split
 from samestep.view.view import View
 
 ROWS = 7

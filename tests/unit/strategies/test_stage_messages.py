@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samestep.strategies.pipeline.passing import layout_of, with_layout
+from samestep.strategies.pipeline.stage_messages import layout_of, with_layout
 
 VALUES = torch.arange(120.0).view(4, 5, 6)
 FORMS = {

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from samestep.data.batch_plan import (
+from samestep.data.batch_structure import (
     Leaf,
     OtherStructure,
     content_of,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from samestep.view.lockstep import AllHere, OutOfStep, Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
+from samestep.view.slice_threads import AllHere, OutOfStep, Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
 
 VARIABLE = ContextVar("variable", default=0)
 
