@@ -139,12 +139,7 @@ class OwnGenerators:
         return states
 
     def seed(
-        self,
-        purpose: Literal["sample", "collate"],
-        seed: int,
-        epoch: int,
-        index: Any,
-        repeat: int,
+        self, purpose: Literal["sample", "collate"], seed: int, epoch: int, index: Any, repeat: int
     ) -> None:
         """Seed the generators of this process, and these, by (seed, epoch, sample).
 
