@@ -16,8 +16,8 @@ from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.main import main
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DONE, EXIT_INPUT
+from samestep.recipes.overrides import recipe_schema
 from samestep.recipes.recipe_files import shipped_recipes
-from samestep.recipes.settings import recipe_schema
 
 SHIPPED = Path(__file__).parents[2] / "src" / "samestep" / "recipes" / "shipped"
 

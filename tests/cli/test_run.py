@@ -150,7 +150,7 @@ def test_script_that_needs_its_own_group_is_told_the_option(tmp_path: Path, line
     done = samestep("run", "--processes", 2, script(tmp_path, f"import os, torch\n{line}\n"), cwd=tmp_path)
     assert done.code == 2
     assert "script.py" in done.err
-    assert "[E_LAUNCH]" in done.err
+    assert "[E_OWN_GROUP]" in done.err
     assert "samestep run --own-group" in done.err
 
 

@@ -20,7 +20,8 @@ class Net(Base):
     def forward(self, images):
         return super().forward(images) * my_constant.FACTOR
 """
-CONSTANT, CHANGED = "FACTOR = 1.0\n", "FACTOR = 1.5\n"
+# Of two lengths: Python compares length and second of a module with its bytecode.
+CONSTANT, CHANGED = "FACTOR = 1.0\n", "FACTOR = 1.50\n"
 OWN_MODEL = ("model.name=my_model:Net",)
 SAVING = ("--checkpoint-every", 3)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import RecipeError
+from samestep.recipes.overrides import full_key
 from samestep.recipes.recipe_files import load_recipe, recipe_data
-from samestep.recipes.settings import full_key
 
 DIGITS = recipe_data(load_recipe("digits"))
 

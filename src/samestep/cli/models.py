@@ -32,6 +32,7 @@ from samestep.config.validation import require_package
 from samestep.errors import EXIT_DONE, InputError
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
+from samestep.recipes.overrides import full_key
 from samestep.recipes.recipe_files import (
     load_recipe,
     make_recipe,
@@ -39,7 +40,6 @@ from samestep.recipes.recipe_files import (
     recipe_data,
     require_paths,
 )
-from samestep.recipes.settings import full_key
 from samestep.runs import run_folder
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}

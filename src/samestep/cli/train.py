@@ -56,6 +56,7 @@ from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_microbatches
 from samestep.number_text import plural
+from samestep.recipes.overrides import recipe_schema
 from samestep.recipes.recipe_files import (
     load_recipe,
     recipe_data,
@@ -63,7 +64,6 @@ from samestep.recipes.recipe_files import (
     require_recipe_of_run,
     write_recipe,
 )
-from samestep.recipes.settings import recipe_schema
 from samestep.recipes.trust import remember
 from samestep.runs import RunResult, require_run_name
 

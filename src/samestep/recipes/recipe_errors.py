@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from samestep.config import Recipe
 from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.errors import RecipeError
-from samestep.recipes.settings import (
+from samestep.recipes.overrides import (
     flat,
     full_key,
     keys_of,

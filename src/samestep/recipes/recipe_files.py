@@ -25,8 +25,8 @@ from samestep.config.validation import require_path
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import expand_path
 from samestep.errors import CheckpointError, InputError, RecipeError
+from samestep.recipes.overrides import apply_setting, expand_paths
 from samestep.recipes.recipe_errors import explained
-from samestep.recipes.settings import apply_setting, expand_paths
 
 _NOT_SET = object()
 _DATASET_FILE = "data.json"

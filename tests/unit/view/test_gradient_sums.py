@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from helpers.thread_ranks import ThreadRanks, on_ranks
 from samestep.errors import RunError
 from samestep.reduce.fast import FastReduction
+from samestep.view import gradient_buckets
 from samestep.view import gradient_sums as hub_module
-from samestep.view.gradient_sums import Bucket, Hub, plan_buckets
+from samestep.view.gradient_buckets import Bucket, plan_buckets
+from samestep.view.gradient_sums import Hub
 
 SIZES = pytest.mark.parametrize("size", [3, 4])
 WIDTHS = (5, 7, 3, 2)
@@ -460,7 +462,7 @@ def test_the_last_parameters_come_first() -> None:
 
 
 def test_the_first_bucket_is_small_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "BUCKET_BYTES", 120)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 120)
     parameters = [torch.empty(10) for _ in range(7)]
     assert plan_buckets(parameters, first_bytes=50) == [[6, 5], [4, 3, 2], [1, 0]]
 
@@ -473,7 +475,7 @@ def test_a_bucket_has_one_dtype_and_every_parameter_is_in_one() -> None:
 
 
 def test_large_parameters_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 100)
     assert plan_buckets([torch.empty(100), torch.empty(100), torch.empty(100)], 1) == [[2], [1], [0]]
 
 

@@ -1,4 +1,4 @@
-"""Settings `key=value` of a recipe: short keys and paths; the JSON schema."""
+"""Overrides `key=value` of a recipe: ends of keys, and paths; the JSON schema."""
 
 from __future__ import annotations
 
