@@ -157,7 +157,7 @@ def test_lines_of_a_step_are_those_of_functions_that_ran() -> None:
     command = [sys.executable, "benchmarks/step_path.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     counted = json.loads(done.stdout)
-    assert {"view/parallel.py", "view/divided.py", "view/gradient_sums.py", "reduce/exact.py"} <= counted[
+    assert {"view/parallel_module.py", "view/divided.py", "view/gradient_sums.py", "reduce/exact.py"} <= counted[
         "by_file"
     ].keys()
     assert counted["lines"] == sum(counted["by_file"].values())

@@ -46,7 +46,7 @@ CODES = {
     "E_SHAPE": "Outputs, targets, weights or a loss have shapes that do not fit.",
     "E_OPTIMIZER": "The optimizer does not hold the trained parameters, or does not fit.",
     "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",
-    "E_WRAPPED_MODEL": "A part of the model is in DDP, FSDP, torch.compile or TorchScript.",
+    "E_WRAPPED_MODEL": "The model is in DDP or DataParallel, or of TorchScript.",
     "E_VALUE": "A recipe value, an option, an argument or a setting is outside of its range.",
     "E_BATCH_SIZE": "`batch_size` is smaller than `microbatches`, or is set twice.",
     "E_PATTERN": "A shell pattern of the recipe matches no name.",

@@ -27,7 +27,7 @@ from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.first_calls import CallOptions
-from samestep.view.parallel import ParallelModule
+from samestep.view.parallel_module import ParallelModule
 from samestep.view.strategy import Strategy
 from samestep.view.view import View
 

@@ -25,7 +25,8 @@ from samestep.distributed.resources import free_loopback_socket, require_machine
 from samestep.distributed.status import StatusBoard
 from samestep.errors import InputError
 from samestep.launcher.failure import EXIT_UNGUARDED, RankError, StoppedError
-from samestep.launcher.fork_server import configure_server, end_orphans, start_server
+from samestep.launcher.fork_server import configure_server, start_server
+from samestep.launcher.orphans import end_orphans
 from samestep.launcher.pickling import ByName, portable, unpack
 from samestep.launcher.process_state import WorkerSpec
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER, StackFile

@@ -27,7 +27,7 @@ from samestep.distributed.collective_check import script_line
 from samestep.script.replaced import replaced
 from samestep.script.summary import Reading, Records
 from samestep.view.compiled import ForwardOfCalls, with_compiler
-from samestep.view.parallel import ParallelModule
+from samestep.view.parallel_module import ParallelModule
 
 # The calls of `DataParallel` are those of the module inside, which is the outermost one.
 _WRAPPERS = (nn.DataParallel, torch.jit.ScriptModule)

@@ -36,22 +36,22 @@ from samestep.script.divided_calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.first_writer import FirstWriter, one_writer
 from samestep.script.mode import Mode, uses_samestep
 from samestep.script.private_writes import Overlay
-from samestep.script.process import (
+from samestep.script.process_end import (
     children_ended,
     exit_functions_called,
     files_closed,
     plain_start_method,
-    refusals,
     threads_joined,
 )
 from samestep.script.programs import FirstRankPrograms
 from samestep.script.random_bytes import equal_entropy
+from samestep.script.refusals import refusals
 from samestep.script.replaced import replaced
 from samestep.script.standard_input import shared_console
 from samestep.script.summary import Summary
 from samestep.session import join
 from samestep.view.first_calls import CallOptions
-from samestep.view.parallel import ParallelModule
+from samestep.view.parallel_module import ParallelModule
 from samestep.view.view import View, ViewOfBatches
 
 # Under `exact` a number of its own: the first call of a module may have few rows.

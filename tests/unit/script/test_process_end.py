@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import samestep
 from samestep.errors import InputError
-from samestep.script.process import exit_functions_called, files_closed, refusals, threads_joined
+from samestep.script.process_end import exit_functions_called, files_closed, threads_joined
+from samestep.script.refusals import refusals
 
 # --- refused operations ---
 
@@ -106,7 +107,7 @@ def test_data_parallel_is_the_module_itself(unchanged: None, caplog: pytest.LogC
 def test_data_parallel_moves_inputs_to_the_device_of_the_module(
     unchanged: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("samestep.script.process.is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr("samestep.script.refusals.is_accelerator", lambda device: device.type == "meta")
     wrapped = nn.DataParallel(nn.Bilinear(3, 2, 4)).to("meta")
     output = wrapped(torch.rand(5, 3), input2=torch.rand(5, 2))
     assert (output.device.type, output.shape) == ("meta", (5, 4))
@@ -327,8 +328,8 @@ def test_a_long_wait_for_threads_is_reported_once(monkeypatch: pytest.MonkeyPatc
         lines.append(line)
         is_reported.set()
 
-    monkeypatch.setattr("samestep.script.process._REPORT_SECONDS", 0.02)
-    monkeypatch.setattr("samestep.script.process.report_line", report)
+    monkeypatch.setattr("samestep.script.process_end._REPORT_SECONDS", 0.02)
+    monkeypatch.setattr("samestep.script.process_end.report_line", report)
 
     def upload() -> None:
         is_reported.wait()
