@@ -42,7 +42,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
 }
 # Surrogates stand for bytes of file names that are not UTF-8. JSON cannot represent them.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-Tensors = dict[int, tuple[str, torch.Tensor]]
+Tensors = dict[int, tuple[str, torch.Tensor]]  # name and tensor by id
 
 
 def encode(value: Any, tensors: Tensors, place: str) -> Any:

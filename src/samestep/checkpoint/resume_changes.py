@@ -19,7 +19,7 @@ from samestep.data.whole_batches import WholeBatches
 from samestep.errors import CheckpointError
 
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
-# name and tensor by id
+# Keys of a ReduceLROnPlateau that steps change; the others are settings.
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 _OF_MODULES = frozenset(vars(nn.Module()))  # such as `training`, which loops change
 # Settings of an optimizer and schedules, by name.

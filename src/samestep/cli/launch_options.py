@@ -158,7 +158,8 @@ class LaunchOptions(DeviceOption):
         if self.selected_devices is not None:
             available = len(self.selected_devices) // self.devices_per_process
         else:
-            available = default_processes(self.device, self.devices_per_process)
+            gpus = 0 if self.device == "cpu" else len(gpu_names())
+            available = default_processes(gpus, self.devices_per_process)
         if recipe is None:
             return available
         # More ranks than microbatches would have nothing to compute.

@@ -27,7 +27,7 @@ from samestep.cli.options import (
     require_new_file,
 )
 from samestep.config import default_workers
-from samestep.distributed.devices import MOST_ON_CORES
+from samestep.distributed.devices import default_processes
 from samestep.distributed.logging import plain_console
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
@@ -66,13 +66,12 @@ class Doctor(JsonOption, WorkersOption):
         from samestep.tools.doctor import Plan, Verdict, check_machine, read_nvidia
 
         nvidia = read_nvidia()
-        usable = usable_processors()
-        processes = len(nvidia.gpus) or min(usable, MOST_ON_CORES)
+        processes = default_processes(len(nvidia.gpus))
         if self.processes != "auto":
             processes = parse_process_count(self.processes)
         workers = self.workers
         if workers is None:
-            workers = default_workers(usable, processes)
+            workers = default_workers(usable_processors(), processes)
         plan = Plan(processes, workers)
         findings = list(check_machine(plan, nvidia, self.runs, quick=self.quick, preload=PRELOAD))
         verdicts = get_args(Verdict)  # the worst one is the last

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ACCELERATOR = "cuda"  # the kind of device that a rank uses if there is one
 _POSITION = re.compile(r"[0-9]{1,4}")
-MOST_ON_CORES = 8  # default ranks of a machine without GPUs
+_MOST_ON_CORES = 8  # default ranks of a machine without GPUs
 _device_error = partial(InputError, code="E_DEVICES")
 # Operations that may round their inputs in float32, by torch's names. The functions below read and
 # write all of their settings; they are private, in torch 2.11 and 2.13. Older functions, such as
@@ -239,11 +239,11 @@ def require_default_device() -> None:
         )
 
 
-def default_processes(kind: DeviceKind, devices_per_rank: int = 1) -> int:
+def default_processes(gpus: int, devices_per_rank: int = 1) -> int:
     """Return the default number of ranks: one per GPU, or one per core without GPUs, at most 8."""
-    if kind != "cpu" and (gpus := len(gpu_names())):
+    if gpus:
         return max(1, gpus // devices_per_rank)
-    return min(usable_processors(), MOST_ON_CORES)
+    return min(usable_processors(), _MOST_ON_CORES)
 
 
 def select_first_device(

@@ -24,8 +24,12 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 
-# Room for the state of a generator as text: 624 numbers of the Mersenne Twister are the longest.
-_STATE_BYTES = 8192
+# 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was
+# not drawn yet.
+_PYTHON_STATE = "<625I?d"
+# Room for a state of NumPy as JSON: its generators have states of several forms, of which the 624
+# numbers are the longest.
+_NUMPY_BYTES = 8192
 Purpose = Literal["order", "sample", "collate", "shard", "evaluation", "model"]
 
 
@@ -44,7 +48,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     bits = get_bit_generator()
     if isinstance(bits, numpy.random.MT19937):
         numpy.random.seed(seed % 2**32)
-    else:  # which a script has installed; `seed` accepts the Mersenne Twister alone
+    else:  # a script has installed another kind, which `numpy.random.seed` refuses
         set_bit_generator(type(bits)(seed))
     torch.random.default_generator.manual_seed(seed)
     if is_accelerator(device):
@@ -56,8 +60,8 @@ def generator_state(device: torch.device | None = None) -> tuple[object, ...]:
     states = [torch.get_rng_state()]
     if is_accelerator(device):
         states.append(accelerator_module().get_rng_state(device))
-    numbers = numpy.random.get_state(legacy=False)
-    normal = numbers["has_gauss"], numbers["gauss"]
+    state = numpy.random.get_state(legacy=False)
+    normal = state["has_gauss"], state["gauss"]
     return random.getstate(), numpy_generator(), normal, *map(_bytes, states)
 
 
@@ -108,11 +112,8 @@ def passed_generators(device: torch.device) -> list[PassedGenerator]:
     """Return the generators that `seed_generators` seeds."""
     generators = [
         PassedGenerator(torch.get_rng_state, torch.set_rng_state),
-        PassedGenerator(lambda: _text_of(random.getstate()), _set_python_state),
-        PassedGenerator(
-            lambda: _text_of(numpy.random.get_state(legacy=False)),  # of any kind of generator
-            lambda state: numpy.random.set_state(json.loads(_bytes(state))),
-        ),
+        PassedGenerator(_python_state, _set_python_state),
+        PassedGenerator(_numpy_state, _set_numpy_state),
     ]
     if is_accelerator(device):
         state = partial(accelerator_module().get_rng_state, device)
@@ -138,14 +139,25 @@ def share_generators(
             generator.set_state(state)
 
 
+def _python_state() -> torch.Tensor:
+    _, numbers, second = random.getstate()
+    packed = struct.pack(_PYTHON_STATE, *numbers, second is not None, second or 0.0)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
 def _set_python_state(state: torch.Tensor) -> None:
-    version, numbers, second = json.loads(_bytes(state))
-    random.setstate((version, tuple(numbers), second))
+    *numbers, has_second, second = struct.unpack(_PYTHON_STATE, _bytes(state))
+    random.setstate((random.Random.VERSION, tuple(numbers), second if has_second else None))
 
 
-def _text_of(state: object) -> torch.Tensor:
-    text = json.dumps(state, default=numpy.ndarray.tolist).encode().ljust(_STATE_BYTES)
+def _numpy_state() -> torch.Tensor:
+    state = numpy.random.get_state(legacy=False)
+    text = json.dumps(state, default=numpy.ndarray.tolist).encode().ljust(_NUMPY_BYTES)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _set_numpy_state(state: torch.Tensor) -> None:
+    numpy.random.set_state(json.loads(_bytes(state)))
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -30,9 +30,9 @@ def _line_of_script() -> str:
     return f"{file}:{line}"
 
 
-def _refusing(what: str, expected: str, fix: str, code: str) -> Callable[..., NoReturn]:
+def _refusing(operation: str, expected: str, fix: str, code: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        value = f"{_line_of_script()}: {what} in an unchanged script"
+        value = f"{_line_of_script()}: {operation} in an unchanged script"
         raise InputError(value, expected, fix, code=code)
 
     return refuse
@@ -40,7 +40,7 @@ def _refusing(what: str, expected: str, fix: str, code: str) -> Callable[..., No
 
 @contextmanager
 def refusals(*, has_own_device: bool) -> Iterator[None]:
-    """Refuse what would run beside the global view; make wrappers of one device transparent.
+    """Refuse operations outside of the global view; make wrappers of one device transparent.
 
     Args:
         has_own_device: each rank computes on an accelerator of its own; CUDA_VISIBLE_DEVICES stays
@@ -50,7 +50,7 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
         # Not `torch.multiprocessing.spawn`: the package has a function of this name.
         spawn = sys.modules["torch.multiprocessing.spawn"]
         # In each module with the name: a script may import from any of them.
-        for owner, name, what in (
+        for owner, name, operation in (
             (dist, "init_process_group", "torch.distributed.init_process_group"),
             (dist.distributed_c10d, "init_process_group", "torch.distributed.init_process_group"),
             (torch.multiprocessing, "spawn", "torch.multiprocessing.spawn"),
@@ -61,16 +61,14 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
         ):
             expected = "a script for one process, whose work is divided"
             fix = "samestep run --own-group for a script that distributes its work; or remove this"
-            refuse = _refusing(what, expected, fix, "E_OWN_GROUP")
+            refuse = _refusing(operation, expected, fix, "E_OWN_GROUP")
             stack.enter_context(replaced(owner, **{name: refuse}))
         for module, name in (
             (samestep.session, "init"),
             (samestep.global_view, "parallel"),
             (samestep.loading, "loader"),
         ):
-            expected = (
-                "the script itself imports samestep, so that only what it asks for is divided"
-            )
+            expected = "the script itself imports samestep, and so decides which calls are divided"
             fix = "import samestep in the script itself"
             refuse = _refusing(f"samestep.{name}", expected, fix, "E_LAUNCH")
             stack.enter_context(replaced(module, **{name: refuse}))

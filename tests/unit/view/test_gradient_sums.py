@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from helpers.thread_ranks import ThreadRanks, on_ranks
 from samestep.errors import RunError
 from samestep.reduce.fast import FastReduction
-from samestep.view import gradient_buckets
 from samestep.view import gradient_sums as hub_module
-from samestep.view.gradient_buckets import Bucket, plan_buckets
+from samestep.view.gradient_buckets import Bucket
 from samestep.view.gradient_sums import Hub
 
 SIZES = pytest.mark.parametrize("size", [3, 4])
@@ -454,33 +453,6 @@ def test_each_fill_has_memory_of_its_own() -> None:
     first = bucket.fill([torch.ones(3)])
     bucket.fill([torch.zeros(3)])
     assert first[:3].tolist() == [1, 1, 1]
-
-
-def test_the_last_parameters_come_first() -> None:
-    parameters = [torch.empty(10) for _ in range(4)]
-    assert plan_buckets(parameters, first_bytes=40) == [[3], [2, 1, 0]]
-
-
-def test_the_first_bucket_is_small_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 120)
-    parameters = [torch.empty(10) for _ in range(7)]
-    assert plan_buckets(parameters, first_bytes=50) == [[6, 5], [4, 3, 2], [1, 0]]
-
-
-def test_a_bucket_has_one_dtype_and_every_parameter_is_in_one() -> None:
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.bfloat16]
-    parameters = [torch.empty(10, dtype=dtype) for dtype in dtypes]
-    plan = plan_buckets(parameters)
-    assert plan == [[4, 1], [3], [2, 0]]
-
-
-def test_large_parameters_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 100)
-    assert plan_buckets([torch.empty(100), torch.empty(100), torch.empty(100)], 1) == [[2], [1], [0]]
-
-
-def test_without_parameters_there_are_no_buckets() -> None:
-    assert plan_buckets([]) == []
 
 
 def test_added_gradients_are_those_of_one_sum() -> None:
