@@ -27,7 +27,7 @@ import samestep
 from samestep.checkpoint.contents import SavedParameters
 from samestep.config import Reduction
 from samestep.distributed.world import World
-from samestep.global_view import world_of_process
+from samestep.parallelize import world_of_process
 from samestep.recipes.bad_samples import RecipeBatch
 from samestep.recipes.loss import RecipeLoss
 from samestep.recipes.recipe_files import load_recipe

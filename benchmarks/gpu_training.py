@@ -22,7 +22,7 @@ import samestep
 from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.rng import seed_generators
 from samestep.distributed.world import World
-from samestep.global_view import world_of_process
+from samestep.parallelize import world_of_process
 from samestep.session import start
 
 CLASSES, VOCABULARY, LENGTH = 10, 29, 24

@@ -19,8 +19,8 @@ from helpers.system import output_to_files
 from samestep.cli.commands import PRELOAD as PRELOAD_RECIPES
 from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
 from samestep.distributed.world import World
-from samestep.global_view import world_of_process
 from samestep.launcher.fork_server import PRELOAD, start_server
+from samestep.parallelize import world_of_process
 from samestep.session import start
 
 # The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.

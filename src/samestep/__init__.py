@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.checkpoint_manager import CheckpointManager as CheckpointManager
     from samestep.cli.train import train as train
     from samestep.data.whole_batches import epochs as epochs
-    from samestep.global_view import no_sync as no_sync
-    from samestep.global_view import parallel as parallel
     from samestep.launcher.launch import launch as launch
     from samestep.loading import loader as loader
+    from samestep.parallelize import no_sync as no_sync
+    from samestep.parallelize import parallel as parallel
     from samestep.runs import RunResult as RunResult
     from samestep.session import all_gather as all_gather
     from samestep.session import init as init
@@ -47,8 +47,8 @@ _HOMES = {
     "launch": "launcher.launch",
     "loader": "loading",
     "main_first": "session",
-    "no_sync": "global_view",
-    "parallel": "global_view",
+    "no_sync": "parallelize",
+    "parallel": "parallelize",
     "request_stop": "session",
     "train": "cli.train",
 }

@@ -32,7 +32,7 @@ from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epo
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import passed_generators
-from samestep.distributed.signals import StoppedLoop
+from samestep.distributed.stop_request import StoppedLoop
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.process_state import process_state

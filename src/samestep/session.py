@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig
 from samestep.distributed import world as collectives
-from samestep.distributed.collective_check import CollectiveCheck, script_line
-from samestep.distributed.devices import deterministic_kernels
+from samestep.distributed.collective_check import CollectiveCheck, line_of_script
 from samestep.distributed.env import hide_ranks
+from samestep.distributed.kernels import deterministic_kernels
 from samestep.distributed.rng import share_generators
-from samestep.distributed.signals import STOP_SIGNALS, StoppedLoop, StopRequest
 from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import RankStatus, local_rank_status
+from samestep.distributed.stop_request import STOP_SIGNALS, StoppedLoop, StopRequest
 from samestep.distributed.torch_errors import fix_lines
 from samestep.distributed.world import (
     Session,
@@ -401,8 +401,7 @@ def all_gather(value: Any, world: World | None = None) -> list[Any]:
     values = collectives.all_gather(value, world or init())
     view = process_state.view
     if view is not None and view.ranks.size > 1 and _are_equal(values):
-        file, number = script_line(sys._getframe(1))
-        text = f"{file}:{number}: samestep.all_gather of equal values: every rank has whole "
+        text = f"{line_of_script()}: samestep.all_gather of equal values: every rank has whole "
         view.note(f"{text}batches, so a sum over ranks counts each value {view.ranks.size} times")
     return values
 

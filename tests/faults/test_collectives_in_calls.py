@@ -14,7 +14,7 @@ from torch.distributed import all_reduce, barrier
 import samestep
 from helpers.forked_ranks import RankServer, refusal
 from samestep.distributed.world import World
-from samestep.global_view import world_of_process
+from samestep.parallelize import world_of_process
 from samestep.session import start
 from samestep.view.view import View
 

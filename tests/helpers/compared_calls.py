@@ -14,7 +14,7 @@ import samestep
 from helpers.forked_ranks import Job, run_jobs
 from helpers.view_checks import deviation, difference, error_code, gradients, run_checks
 from samestep.config import MeshConfig, StrategyConfig
-from samestep.global_view import parallel_module
+from samestep.parallelize import parallel_module
 from samestep.view.messages import Ranks
 
 ROWS = 11

@@ -26,7 +26,7 @@ import torch
 
 from helpers.started import free_port
 from helpers.system import environment
-from samestep.distributed.signals import GROUP_SIGNALS
+from samestep.distributed.stop_request import GROUP_SIGNALS
 from samestep.errors import SamestepError
 from samestep.launcher.fork_server import start_server
 from samestep.launcher.worker import end_loader_workers, exit_process

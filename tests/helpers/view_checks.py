@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import samestep
 from samestep.config import StrategyConfig
 from samestep.errors import SamestepError
-from samestep.global_view import parallel_module
+from samestep.parallelize import parallel_module
 from samestep.view.view import View
 
 Check = Callable[[], Any]

@@ -37,7 +37,7 @@ PRELOAD = (
     "torch.utils.checkpoint",
     "torch.utils.data",
     "samestep.session",
-    "samestep.global_view",
+    "samestep.parallelize",
 )
 GRACE_SECONDS = 10.0  # after the first failure of a rank, for the other ranks
 STACK_SECONDS = 0.5

@@ -18,7 +18,7 @@ from torch import nn
 
 import samestep
 from helpers.started import as_srun, as_torchrun, free_port, ranks
-from samestep.distributed.devices import kernel_settings
+from samestep.distributed.kernels import kernel_settings
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.status import local_rank_status
 from samestep.distributed.torch_errors import MEMORY_FIX

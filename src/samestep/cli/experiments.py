@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from samestep.cli.batch_options import BatchOptions
 from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import LaunchOptions, gpu_names
 from samestep.cli.options import (
-    BatchOptions,
     DeviceOption,
     JsonOption,
     RecipeOptions,

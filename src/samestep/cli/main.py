@@ -30,8 +30,8 @@ from samestep.cli.options import add_fields, options_of, parse_settings
 from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.distributed.env import read_rank_place
 from samestep.distributed.logging import configure_logging, logger
-from samestep.distributed.signals import handled_signals
 from samestep.distributed.standard_streams import lost_output, wait_for_reader
+from samestep.distributed.stop_request import handled_signals
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
 from samestep.launcher.fork_server import start_early
 from samestep.launcher.worker import exit_process

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.cli.batch_options import BatchOptions
 from samestep.cli.launch_options import (
     FaultOptions,
     ReportedError,
@@ -23,7 +24,6 @@ from samestep.cli.launch_options import (
     slurm_restarts,
 )
 from samestep.cli.options import (
-    BatchOptions,
     JsonOption,
     RecipeOptions,
     RunArgument,

@@ -9,9 +9,7 @@ Decisions: docs/decisions/data.md
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy
@@ -19,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from samestep.cursor import Cursor, require_position
+from samestep.data.loader_arguments import require_compatible, require_integer
 from samestep.data.sample_reader import set_epoch
 from samestep.distributed.rng import derive_seed
 from samestep.errors import DataError, InputError
@@ -50,16 +49,16 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
     """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any]) -> None:
-        _require_compatible(dataset, options)
+        require_compatible(dataset, options)
         self._dataset = dataset
         if options["generator"] is not None:
             # Not the state: earlier draws of the generator must not change the order.
             self.seed = options["generator"].initial_seed()
         else:
             seed = options["seed"] or 0
-            self.seed = _require_integer("seed", seed, at_least=0, at_most=2**64 - 1, example=0)
+            self.seed = require_integer("seed", seed, at_least=0, at_most=2**64 - 1, example=0)
         size = options["batch_size"]
-        self.batch_size = _require_integer("batch_size", size, at_least=1, example=64)
+        self.batch_size = require_integer("batch_size", size, at_least=1, example=64)
         self._shuffle = bool(options["shuffle"])
         self._drop_last = bool(options["drop_last"])
         lengths: Sequence[int] | None = options["lengths"]
@@ -184,61 +183,3 @@ def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int) -
     rows = rows[_random_order(batches, derive_seed("order", seed, epoch, batch_size))]
     # Samples stay sorted within a batch, because each microbatch is padded separately.
     return numpy.concatenate([rows.reshape(-1), rest[numpy.argsort(lengths[rest], kind="stable")]])
-
-
-def _require_integer(
-    name: str,
-    value: Any,
-    *,
-    at_least: int,
-    at_most: int | None = None,
-    example: int,
-) -> int:
-    """Return an argument as an `int`, from any integer type, such as those of NumPy.
-
-    The error names a valid value, `example`.
-
-    Raises:
-        InputError: the value is no integer, or outside of the range.
-    """
-    number: int | None = None
-    if not isinstance(value, bool):  # `operator.index(True)` is 1
-        with suppress(TypeError):
-            number = operator.index(value)
-    if number is None or number < at_least or (at_most is not None and number > at_most):
-        limits = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise InputError(
-            f"{name} is {value!r}",
-            f"an integer {limits}",
-            f"{name}={example}",
-            code="E_VALUE",
-        )
-    return number
-
-
-def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
-    """Require a dataset with an index, and arguments of a loader that fit together."""
-    for name in ("sampler", "batch_sampler"):
-        if arguments[name] is not None:
-            raise InputError(
-                f"samestep.loader received a {name} and a data set",
-                "a data set with the order of samestep.loader, or a DataLoader with its sampler",
-                f"samestep.loader(DataLoader(dataset, {name}=...)), whose order is that of torch",
-                code="E_LOADER",
-            )
-    if not hasattr(dataset, "__len__"):
-        raise InputError(
-            f"the dataset {type(dataset).__name__} has no length and index",
-            "a dataset with __len__ and __getitem__: order, augmentation and resumption are "
-            "functions of the index",
-            "samestep.loader(list(dataset), ...) if the samples fit into memory, or an index of "
-            "files and offsets",
-            code="E_LOADER",
-        )
-    if arguments["generator"] is not None and arguments["seed"] is not None:
-        raise InputError(
-            "generator and seed of a loader exclude each other",
-            "one of them",
-            "leave out seed",
-            code="E_LOADER",
-        )

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from samestep.distributed.signals import die_with_parent
+from samestep.distributed.stop_request import die_with_parent
 from samestep.launcher.pickling import pack, unpack
 
 Result = TypeVar("Result")

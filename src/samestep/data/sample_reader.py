@@ -24,7 +24,7 @@ from samestep.distributed.rng import (
     preserved_generators,
     seed_generators,
 )
-from samestep.distributed.signals import die_with_parent
+from samestep.distributed.stop_request import die_with_parent
 from samestep.distributed.torch_errors import resource_fixes
 from samestep.error_text import message_of
 from samestep.errors import DataError, SamestepError

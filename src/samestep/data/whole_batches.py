@@ -24,7 +24,7 @@ from samestep.data.sample_reader import (
 )
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import PassedGenerator, passed_generators
-from samestep.distributed.signals import StoppedLoop
+from samestep.distributed.stop_request import StoppedLoop
 from samestep.errors import InputError
 from samestep.launcher.process_state import process_state, rank_and_size
 

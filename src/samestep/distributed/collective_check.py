@@ -93,8 +93,7 @@ class CollectiveCheck:
         hashes = self._rows(torch.tensor([int.from_bytes(digest, "little")]))
         if len(set(hashes.flatten().tolist())) == 1:
             return
-        file, line = script_line(sys._getframe())
-        data = json.dumps([name, f"{file}:{line}"[-_LINE_BYTES:]]).encode()
+        data = json.dumps([name, line_of_script()[-_LINE_BYTES:]]).encode()
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         texts = [bytes(row.tolist()).rstrip(b"\0") for row in self._rows(own)]
@@ -230,3 +229,9 @@ def script_line(frame: FrameType | None) -> Line:
             break
         frame = frame.f_back
     return line
+
+
+def line_of_script() -> str:
+    """Return the line of the script that is being executed, as `FILE:NUMBER`."""
+    file, line = script_line(sys._getframe(1))
+    return f"{file}:{line}"

@@ -1,4 +1,4 @@
-"""Devices of a launch and of one rank: selection, kernels, measurements.
+"""Devices of a launch and of one rank: selection and measurements.
 
 No other module calls `torch.cuda` or compares a device with `cuda`. torch is imported late: the
 launcher works without.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,18 +31,6 @@ ACCELERATOR = "cuda"  # the kind of device that a rank uses if there is one
 _POSITION = re.compile(r"[0-9]{1,4}")
 _MOST_ON_CORES = 8  # default ranks of a machine without GPUs
 _device_error = partial(InputError, code="E_DEVICES")
-# Operations that may round their inputs in float32, by torch's names. The functions below read and
-# write all of their settings; they are private, in torch 2.11 and 2.13. Older functions, such as
-# torch.get_float32_matmul_precision, raise an error after a script has used newer settings, such as
-# `torch.backends.cuda.matmul.fp32_precision`.
-_GPU_PRODUCTS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
-_PRODUCTS = (*_GPU_PRODUCTS, ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"))
-KERNEL_SETTINGS = (
-    *(f"fp32_precision of {backend}.{operation}" for backend, operation in _PRODUCTS),
-    "torch.backends.cudnn.benchmark",
-    "torch.backends.cudnn.deterministic",
-    "torch.use_deterministic_algorithms",
-)
 _UNAVAILABLE: tuple[type[Exception], ...] = (RuntimeError, ImportError)
 with suppress(ImportError):  # torch's functions that need pynvml raise on their own
     from pynvml import NVMLError
@@ -75,109 +63,6 @@ def machine(device: torch.device) -> dict[str, Any]:
             name = next(models, name).strip()
         name += f", {torch.backends.cpu.get_cpu_capability()}"  # the instructions of kernels
     return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
-
-
-def kernel_settings() -> tuple[str | bool, ...]:
-    """Return the values of `KERNEL_SETTINGS`, which decide on torch's kernels and rounding."""
-    import torch
-
-    precision_of = torch._C._get_fp32_precision_getter
-    return (
-        *[precision_of(*operation) for operation in _PRODUCTS],
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def use_deterministic_kernels() -> bool:
-    """Request kernels with the same bits each time; return whether settings had to change."""
-    import torch
-
-    (is_deterministic, warns), _, measures = KernelChoice.present()
-    if is_deterministic and not warns and not measures:
-        return False
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # selects kernels by their time
-    return True
-
-
-class KernelChoice(NamedTuple):
-    """Settings of torch that decide between kernels with equal bits each time and faster ones."""
-
-    # Of `torch.use_deterministic_algorithms`: whether it is on, and only warns of other operations.
-    determinism: tuple[bool, bool]
-    fills: bool  # new memory, before a program writes it; costs a pass over each tensor
-    measures: bool  # cuDNN selects kernels by their time
-
-    @classmethod
-    def present(cls) -> KernelChoice:
-        """Return the present settings."""
-        import torch
-
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        return cls((is_deterministic, warns), fills, torch.backends.cudnn.benchmark)
-
-    def install(self) -> None:
-        """Make these the settings of torch."""
-        import torch
-
-        is_deterministic, warns = self.determinism
-        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = self.fills  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = self.measures
-
-
-@contextmanager
-def deterministic_kernels() -> Iterator[None]:
-    """Use deterministic kernels during the block; settings are those of the script after it."""
-    before = KernelChoice.present()
-    KernelChoice((True, False), fills=False, measures=False).install()
-    try:
-        yield
-    finally:
-        before.install()
-
-
-def set_tf32(device: torch.device, *, allowed: bool | None) -> None:
-    """Allow or forbid TF32 in products and convolutions on a GPU; None changes nothing."""
-    if allowed is not None and is_accelerator(device):
-        _set_tf32(allowed=allowed)
-
-
-def _set_tf32(*, allowed: bool) -> None:
-    import torch
-
-    products, precision = ("high", "tf32") if allowed else ("highest", "ieee")
-    torch.set_float32_matmul_precision(products)
-    torch.backends.cudnn.allow_tf32 = allowed
-    for operation in _GPU_PRODUCTS:  # `torch.backends.fp32_precision` would have precedence
-        torch._C._set_fp32_precision_setter(*operation, precision)
-
-
-@contextmanager
-def tf32_off() -> Iterator[None]:
-    """Compute products and convolutions in float32 without rounded inputs during the block."""
-    import torch
-
-    cudnn = torch.backends.cudnn
-    restore: list[Callable[[], Any]] = []
-    with suppress(RuntimeError):  # follows from newer settings
-        precision = torch.get_float32_matmul_precision()
-        restore.append(partial(torch.set_float32_matmul_precision, precision))
-    with suppress(RuntimeError):
-        restore.append(partial(setattr, cudnn, "allow_tf32", cudnn.allow_tf32))
-    for operation in _PRODUCTS:
-        value = torch._C._get_fp32_precision_getter(*operation)
-        restore.append(partial(torch._C._set_fp32_precision_setter, *operation, value))
-    _set_tf32(allowed=False)
-    try:
-        yield
-    finally:
-        for function in restore:
-            function()
 
 
 def _visible_devices(setting: str | None, count: int) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.local_sockets import LocalSockets, connect_locally
-from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
+from samestep.distributed.stop_request import StopRequest
 from samestep.distributed.torch_errors import is_lost_connection
 from samestep.errors import InputError, PeerLostError
 

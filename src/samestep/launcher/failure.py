@@ -32,7 +32,7 @@ _CODE = re.compile(r" \[E_\w+\]$")
 # Code through which a call of the script passes on its way to the script's own code.
 _PASSED = tuple(
     str(Path(__file__).parents[1] / name)
-    for name in ("launcher", "script", "tools", "view", "global_view.py")
+    for name in ("launcher", "script", "tools", "view", "parallelize.py")
 )
 _MODULE = str(Path("torch/nn/modules/module.py"))  # its frames only call a forward
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.

@@ -26,7 +26,7 @@ from samestep.distributed.env import (
     variables_of_subprocess,
 )
 from samestep.distributed.resources import require_machine
-from samestep.distributed.signals import GROUP_SIGNALS
+from samestep.distributed.stop_request import GROUP_SIGNALS
 
 # The first is the set-up of the server. torch._dynamo: every optimizer imports it on construction,
 # which takes as long as torch.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 from samestep.distributed.env import enter_fork_server
-from samestep.distributed.signals import die_with_parent
+from samestep.distributed.stop_request import die_with_parent
 
 if launcher := enter_fork_server():
     die_with_parent(launcher)

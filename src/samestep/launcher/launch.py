@@ -127,7 +127,7 @@ def run_workers(
         status_board = stack.enter_context(closing(StatusBoard(processes)))
         worker_group = WorkerGroup(status_board, launch_config)
         # Before the first rank starts: a signal must reach ranks as well.
-        stack.enter_context(worker_group.signals())
+        stack.enter_context(worker_group.stop_signals.handled())
         try:
             server = start_server()
             stack.callback(end_orphans, server)
@@ -161,7 +161,7 @@ def run_workers(
         finally:
             worker_group.end()
     value = unpack(main.value) if main.value else None
-    return LaunchResult(value, worker_group.stop_signal, main.is_stopped)
+    return LaunchResult(value, worker_group.stop_signals.first, main.is_stopped)
 
 
 def end_unguarded_import() -> None:

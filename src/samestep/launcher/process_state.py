@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.distributed.launcher_variables import RankPlace
-from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, StatusBoard
+from samestep.distributed.stop_request import StopRequest
 from samestep.launcher.source_files import SourceFiles
 from samestep.launcher.watchdog import StackFile
 

@@ -20,13 +20,13 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
-from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, die_with_parent
 from samestep.distributed.standard_streams import (
     STALL_SECONDS,
     STDOUT_SECONDS,
     protect_output,
     send_output_to,
 )
+from samestep.distributed.stop_request import GROUP_SIGNALS, StoppedLoop, die_with_parent
 from samestep.error_text import message_of
 from samestep.errors import InputError
 from samestep.launcher.failure import Failure

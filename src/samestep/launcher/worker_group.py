@@ -1,4 +1,4 @@
-"""Worker processes of one launch: signals, watchdog, results, and the first cause of failures."""
+"""Worker processes of one launch: watchdog, results, and the first cause of failures."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 
-from samestep.distributed.signals import STOP_SIGNALS, handled_signals
-from samestep.distributed.standard_streams import open_terminals, redirect_to_null, report_line
+from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import StatusBoard
+from samestep.distributed.stop_request import STOP_SIGNALS
 from samestep.errors import RunMovedError
 from samestep.launcher.failure import E_DISK_HANG, Failure, RankError, StoppedError, first_cause
 from samestep.launcher.process_state import WorkerSpec
+from samestep.launcher.stop_signals import StopSignals
 from samestep.launcher.watchdog import (
     Hang,
     RankState,
@@ -87,7 +86,11 @@ class _Worker:
 
 
 class WorkerGroup:
-    """All worker processes of one launch."""
+    """All worker processes of one launch.
+
+    Attributes:
+        stop_signals: signals that end the launch.
+    """
 
     def __init__(self, status_board: StatusBoard, config: LaunchConfig) -> None:
         self._board = status_board
@@ -95,13 +98,11 @@ class WorkerGroup:
         self._workers: list[_Worker] = []
         self._server = 0  # process id of the fork server
         self._watchdog = Watchdog(config.hang_after)
-        self._stop_requests = 0  # number of signals that request the end of the run
-        self.stop_signal: int | None = None  # the first of them
+        self.stop_signals = StopSignals(config.grace, self._forward_stop, self._kill)
         self._deadline = float("inf")  # time at which running workers are killed
         self._exceeds_grace = False
         # Since then all running ranks have returned, and cannot exit.
         self._exit_began: float | None = None
-        self._terminals = open_terminals()
 
     def start(self, context: ForkServerContext | SpawnContext, worker_spec: WorkerSpec) -> None:
         """Start one worker. If the fork server is gone, the error is a `RankError`."""
@@ -117,27 +118,8 @@ class WorkerGroup:
         self._workers.append(_Worker(worker_spec.rank, process, receive, worker_spec.stacks))
         self._server = worker_spec.server
         # A signal that came before this worker was in the list.
-        if self._stop_requests:
+        if self.stop_signals.count:
             self._forward_stop()
-
-    def signals(self) -> AbstractContextManager[None]:
-        """Forward stop signals to the workers during the block, if in the main thread."""
-        return handled_signals((signal.SIGINT, *STOP_SIGNALS), self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._stop_requests += 1
-        self.stop_signal = self.stop_signal or number
-        if number == signal.SIGHUP:
-            redirect_to_null(self._terminals)
-        if self._stop_requests > 1 and number == signal.SIGINT:
-            self._kill()
-            return
-        self._forward_stop()
-        if self._config.grace is not None and self._deadline == float("inf"):
-            self._deadline = time.monotonic() + self._config.grace
-            self._exceeds_grace = True
-        if number == signal.SIGINT:
-            report_line("\nstopping; press Ctrl-C again to stop at once")
 
     def _forward_stop(self) -> None:
         for worker in self._workers:
@@ -165,9 +147,13 @@ class WorkerGroup:
             now = time.monotonic()
             if now >= self._deadline:
                 break
+            if now >= self.stop_signals.deadline:
+                self._exceeds_grace = self._deadline == float("inf")
+                break
             sentinels = [worker.process.sentinel for worker in running]
             channels = [w.channel for w in running if w.result is None and not w.has_closed_channel]
-            seconds = max(0.0, min(self._deadline - now, next_check - now))
+            until = min(self._deadline, self.stop_signals.deadline, next_check)
+            seconds = max(0.0, until - now)
             wait([*sentinels, *channels], timeout=seconds)
             self._collect_results()
             if failures := self._failures():
@@ -177,7 +163,6 @@ class WorkerGroup:
                     settle = _KILL_SECONDS
                 # Not later than before: each further failure would extend the wait.
                 self._deadline = min(self._deadline, time.monotonic() + settle)
-                self._exceeds_grace = False
             elif time.monotonic() >= next_check:
                 self._check_progress()
                 next_check = time.monotonic() + _CHECK_SECONDS
@@ -242,7 +227,7 @@ class WorkerGroup:
         # Otherwise it is the exit code of the ranks.
         if codes == {_SERVER_GONE} and self._server_has_ended():
             cause = _server_failure(failures[0].activity)
-        if self._stop_requests and cause.by_signal in (*STOP_SIGNALS, signal.SIGKILL):
+        if self.stop_signals.count and cause.by_signal in (*STOP_SIGNALS, signal.SIGKILL):
             late = ""
             if self._exceeds_grace:
                 late = f" within the grace time of {self._config.grace:g} s"
@@ -259,7 +244,7 @@ class WorkerGroup:
         statuses = [self._board.read(worker.rank) for worker in self._workers]
         steps = max(status.steps for status in statuses)
         report = cause.reported(log_dir)
-        is_stopping = self._stop_requests > 0
+        is_stopping = self.stop_signals.count > 0
         raise RankError(report, steps, is_stopping=is_stopping)
 
     def _collect_results(self) -> None:

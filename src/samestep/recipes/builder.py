@@ -27,10 +27,10 @@ from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.errors import RecipeError
-from samestep.global_view import parallel, world_of_process
 from samestep.launcher.process_state import process_state
 from samestep.loading import loader
 from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, build_metrics
+from samestep.parallelize import parallel, world_of_process
 from samestep.recipes.bad_samples import IndexedCollate, IndexedSamples
 from samestep.recipes.loss import LossFunction, RecipeLoss
 from samestep.recipes.models import (

@@ -22,7 +22,7 @@ from samestep.distributed.torch_errors import (
 from samestep.distributed.world import World, all_gather
 from samestep.error_text import class_name, message_of
 from samestep.errors import InputError, NonFiniteError
-from samestep.global_view import any_rank
+from samestep.parallelize import any_rank
 from samestep.recipes.bad_samples import parts_of
 from samestep.zoo.losses import IGNORED, bce_with_logits, cross_entropy
 

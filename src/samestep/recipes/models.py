@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.checkpoint.checksum import checksum
 from samestep.config import RecipeStep
 from samestep.config.validation import match_patterns, require_path
-from samestep.distributed.devices import set_tf32
+from samestep.distributed.kernels import set_tf32
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
 from samestep.errors import DataError, RecipeError

@@ -15,7 +15,7 @@ from samestep.checkpoint.state import load_model
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import map_tensors, move
 from samestep.distributed.device_reads import device_reads
-from samestep.distributed.devices import set_tf32
+from samestep.distributed.kernels import set_tf32
 from samestep.errors import InputError
 from samestep.metrics.metrics import MAX_CLASSES, ConfusionMatrix, CountMetric, LossMetric
 from samestep.recipes.bad_samples import complete_epoch

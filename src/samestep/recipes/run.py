@@ -22,11 +22,11 @@ from samestep.cursor import Cursor
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.world import World
 from samestep.errors import DataError
-from samestep.global_view import any_rank
 from samestep.launcher.process_state import process_state
 from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import create_loggers
+from samestep.parallelize import any_rank
 from samestep.recipes.bad_samples import RecipeBatch, complete_epoch
 from samestep.recipes.builder import Built, build, start_world, without_pretrained
 from samestep.recipes.checkpoints import RecipeCheckpoints

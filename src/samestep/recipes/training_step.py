@@ -23,9 +23,9 @@ from samestep.distributed.device_reads import device_reads
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.errors import DataError, InputError, RunError
-from samestep.global_view import any_rank, no_sync
 from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, channels_of
 from samestep.microbatches import microbatch_bounds
+from samestep.parallelize import any_rank, no_sync
 from samestep.recipes.bad_samples import RecipeBatch, parts_of
 from samestep.recipes.loss import RecipeLoss, first_batch, non_finite_error
 from samestep.recipes.optimizers import decides_on_device, step_if

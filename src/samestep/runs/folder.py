@@ -27,7 +27,7 @@ from samestep.distributed.devices import is_accelerator, machine
 from samestep.distributed.disk_operations import HeldFolder, read_small
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
-from samestep.distributed.signals import StoppedLoop
+from samestep.distributed.stop_request import StoppedLoop
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.launcher.process_state import process_state

@@ -20,9 +20,9 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from samestep.distributed.collective_check import is_library_file, script_line
+from samestep.distributed.collective_check import is_library_file, line_of_script
 from samestep.distributed.env import library_caches
-from samestep.script.replaced import PATHS
+from samestep.script.patches import PATHS
 
 _OS_NAMES = (
     "stat statvfs lstat access readlink listdir scandir listxattr getxattr chdir getcwd mkdir "
@@ -223,8 +223,7 @@ def key_of(path: str) -> str:
 
 def listing_of(folder: str) -> str:
     """Return the name of the listings of a folder by the current line of the script."""
-    file, line = script_line(sys._getframe(1))
-    return f"{folder} {file}:{line}"
+    return f"{folder} {line_of_script()}"
 
 
 class _Local(threading.local):

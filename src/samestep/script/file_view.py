@@ -26,7 +26,7 @@ from samestep.script.file_journal import (
     key_of,
     listing_of,
 )
-from samestep.script.replaced import PATHS
+from samestep.script.patches import PATHS
 
 _POLL_SECONDS = 0.01
 _MAX_LINKS = 40  # as Linux

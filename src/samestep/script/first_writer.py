@@ -26,8 +26,8 @@ from samestep.script.file_journal import (
     noted_file,
     open_function,
 )
+from samestep.script.patches import PATHS, Replaced, database_path
 from samestep.script.private_writes import Overlay
-from samestep.script.replaced import PATHS, Replaced, database_path
 
 KEEP_BYTES = 64 * 2**20
 _MAX_HELD = 256  # large files; a process has 1,024 descriptors

@@ -23,7 +23,7 @@ from samestep.script.file_journal import (
     open_function,
 )
 from samestep.script.file_view import MISSING, FileView, Place
-from samestep.script.replaced import PATHS, database_path
+from samestep.script.patches import PATHS, database_path
 
 # Functions whose replacement is the method of the same name.
 _OWN = (

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from samestep.distributed.standard_streams import report_line
 from samestep.errors import EXIT_DONE, EXIT_FAILED
 from samestep.launcher.worker import exit_process
-from samestep.script.replaced import replaced
+from samestep.script.patches import replaced
 
 _REPORT_SECONDS = 3.0  # of a wait for a thread
 _Kind = TypeVar("_Kind")

@@ -21,7 +21,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
 from samestep.launcher.pickling import pack, unpack
-from samestep.script.replaced import PATHS, is_main_thread_of, replaced
+from samestep.script.patches import PATHS, is_main_thread_of, replaced
 
 _POLL_SECONDS = 0.005
 

@@ -23,7 +23,7 @@ import numpy
 import torch
 
 from samestep.distributed.collective_check import Line, script_line
-from samestep.script.replaced import replaced
+from samestep.script.patches import replaced
 
 # Names of files, sockets and semaphores, and keys of connections, differ between processes.
 _OWN_BYTES = ("tempfile", "multiprocessing")

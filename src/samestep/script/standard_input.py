@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from samestep.distributed.collective_check import script_line
 from samestep.errors import InputError
-from samestep.script.replaced import is_main_thread_of, replaced
+from samestep.script.patches import is_main_thread_of, replaced
 
 Share = Callable[[bytes | None], bytes]
 

@@ -19,22 +19,30 @@ import torch
 from torch import nn
 
 from samestep.config import Reduction, StrategyConfig
+from samestep.distributed.collective_check import line_of_script
 from samestep.distributed.devices import accelerator_module, is_accelerator, own_devices
-from samestep.distributed.env import VISIBLE_DEVICES, read_environment, set_environment
+from samestep.distributed.env import (
+    VISIBLE_DEVICES,
+    read_environment,
+    set_environment,
+    visible_devices_kept,
+)
 from samestep.distributed.logging import logger
-from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.standard_streams import report_line
+from samestep.distributed.stop_request import StoppedLoop
 from samestep.distributed.world import World, all_gather, shown
 from samestep.errors import EXIT_DONE, EXIT_FAILED
-from samestep.global_view import joined_view, owner_of
 from samestep.launcher.pickling import ByValue
 from samestep.launcher.process_group import SessionOptions
 from samestep.launcher.process_state import WorkerSpec, process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.microbatches import MOST_MICROBATCHES, require_microbatches
-from samestep.script.divided_calls import OutermostCalls, own_rows_of_loaders
+from samestep.parallelize import joined_view, owner_of
+from samestep.script.divided_calls import OutermostCalls
 from samestep.script.first_writer import FirstWriter, one_writer
+from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import Mode, uses_samestep
+from samestep.script.patches import replaced
 from samestep.script.private_writes import Overlay
 from samestep.script.process_end import (
     children_ended,
@@ -46,9 +54,9 @@ from samestep.script.process_end import (
 from samestep.script.programs import FirstRankPrograms
 from samestep.script.random_bytes import equal_entropy
 from samestep.script.refusals import refusals
-from samestep.script.replaced import replaced
 from samestep.script.standard_input import shared_console
 from samestep.script.summary import Summary
+from samestep.script.wrappers import transparent_wrappers
 from samestep.session import join
 from samestep.view.first_calls import CallOptions
 from samestep.view.parallel_module import ParallelModule
@@ -191,7 +199,12 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     (folder, seed), *_ = all_gather([folder, secrets.token_hex(32)], world)
     stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
     stack.enter_context(shared_console(rank, size, partial(_share, view, world)))
-    stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
+    stack.enter_context(refusals())
+    stack.enter_context(transparent_wrappers())
+    if is_accelerator(view.device):
+        stack.enter_context(visible_devices_kept(_report_visible_devices))
+    stack.enter_context(plain_start_method())
+    stack.enter_context(children_ended())
     summary = Summary(
         stack.enter_context(own_rows_of_loaders(partial(_readers, view))),
         size,
@@ -216,6 +229,11 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
         stack.enter_context(end())
     stack.enter_context(_ending_on_request(view))
     return summary
+
+
+def _report_visible_devices(value: str | None) -> None:
+    text = "%s: CUDA_VISIBLE_DEVICES stays as it is (not %s): each rank has a device"
+    logger.info(text, line_of_script(), value)
 
 
 def _show_own_devices(rank: int, strategy: StrategyConfig | None) -> None:

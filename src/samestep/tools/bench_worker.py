@@ -13,7 +13,7 @@ from samestep.config import Recipe, RunOptions
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.errors import NonFiniteError
-from samestep.global_view import any_rank
+from samestep.parallelize import any_rank
 from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.optimizers import apply_schedule
 from samestep.recipes.predict import evaluated

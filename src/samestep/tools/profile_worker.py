@@ -27,9 +27,9 @@ from samestep.config import Recipe
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
-from samestep.global_view import any_rank
 from samestep.launcher.process_state import process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript
+from samestep.parallelize import any_rank
 from samestep.recipes.builder import build, start_world
 from samestep.tools.profile import (
     PHASES,

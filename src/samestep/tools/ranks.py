@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
-from samestep.global_view import any_rank
 from samestep.launcher.process_state import process_state
 from samestep.launcher.worker import run_script
+from samestep.parallelize import any_rank
 
 if TYPE_CHECKING:  # scripts do not need the packages of recipes
     from samestep.data.whole_batches import WholeBatches

@@ -92,7 +92,7 @@ class FirstCalls:
         module = self.module
         assert module is not None
         arguments, options = with_all_rows((arguments, options))
-        self.view.equal_kernels.begin()
+        self.view.use_equal_kernels()
         # Inside of another call, or in another thread, no word may be sent.
         if self.view.whole_here() is None:
             self._enter(Action.WHOLE_CALL)
@@ -101,7 +101,7 @@ class FirstCalls:
 
     def _enter(self, action: Action) -> None:
         """Send a word before messages of the strategy: a rank elsewhere would not join in."""
-        self.view.equal_kernels.begin()
+        self.view.use_equal_kernels()
         if self.strategy.exchanges_in_calls:
             self.view.require_same_action(self.view.word(action))
 

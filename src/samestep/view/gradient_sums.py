@@ -23,8 +23,8 @@ from torch import nn
 
 from samestep.errors import RunError
 from samestep.reduce.fast import Node, Reduction
+from samestep.view.bucket_layout import Bucket, plan_buckets
 from samestep.view.crossings import leave
-from samestep.view.gradient_buckets import Bucket, plan_buckets
 from samestep.view.module_tensors import ParameterSlots, is_in_place, replaced
 from samestep.view.strategy import CallParameters
 

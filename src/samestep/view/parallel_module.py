@@ -12,15 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from samestep.distributed.devices import is_accelerator, use_deterministic_kernels
-from samestep.microbatches import (
-    Slices,
-    default_microbatches,
-    microbatch_bounds,
-    owned_microbatches,
-    rank_bounds,
-    require_microbatches,
-)
+from samestep.distributed.devices import is_accelerator
+from samestep.distributed.kernels import use_deterministic_kernels
+from samestep.view.call_slices import CallSlices, rows_of_batch
 from samestep.view.divided import DividedCall
 from samestep.view.first_calls import CallOptions, FirstCalls, Next
 from samestep.view.kinds import Kind, KindsOfModule, submodules
@@ -45,10 +39,7 @@ class ParallelModule(FirstCalls):
     ) -> None:
         super().__init__(view, module, strategy, options)
         view.add(self.summary, strategy)
-        self._microbatches = options.microbatches
-        # The reduction of several own slices needs the number of microbatches.
-        self._has_reduction = not (self.is_exact or strategy.has_stages)
-        self._slices: Slices | None = None  # of the last call
+        self._slices = CallSlices(strategy, options.microbatches, is_exact=self.is_exact)
         self._kinds = KindsOfModule(view.kinds, view.device.type, options.batch_norm)
 
     def call(
@@ -78,14 +69,10 @@ class ParallelModule(FirstCalls):
                 self._count_whole(reason)
             return self._whole(forward, arguments, options)
         leaves, spec = tree_flatten((arguments, options))
-        # The first tensor decides; a trial finds the leaves that have the same rows.
-        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
-        rows = next((leaf.shape[0] for leaf in tensors), 0)
+        rows = rows_of_batch(leaves)
         self.summary.rows = rows
-        # Most batches of a loop have one size.
-        if self._slices is None or self._slices.rows != rows:
-            self._slices = self._slices_of(rows)
-        if self._slices is None:
+        slices = self._slices.of_rows(rows)
+        if slices is None:
             number = "microbatches" if self.is_exact else "ranks"
             self._count_whole(f"fewer rows than {number}")
             return self._whole(forward, arguments, options)
@@ -93,9 +80,7 @@ class ParallelModule(FirstCalls):
         assert module is not None
         parts = submodules(module)
         kind = self._kinds.kind(parts, leaves, spec, rows)
-        call = Call(
-            module, parts, forward, eager, arguments, options, leaves, spec, rows, self._slices
-        )
+        call = Call(module, parts, forward, eager, arguments, options, leaves, spec, rows, slices)
         return self._call_of_kind(kind, call)
 
     def _call_of_kind(self, kind: Kind, call: Call) -> Any:
@@ -185,42 +170,6 @@ class ParallelModule(FirstCalls):
         if self.summary.divided == 1:
             parts = f"between {self.view.ranks.size} processes"
             if self.is_exact:
-                parts = f"into {self._microbatches} microbatches"
+                parts = f"into {self._slices.microbatches} microbatches"
             self.view.report(self.summary, f"calls divided {parts}")
         return divided.whole_outputs(results)
-
-    def _slices_of(self, rows: int) -> Slices | None:
-        """Return the slices of a batch, or None if one would have no row.
-
-        Raises:
-            InputError: under `exact`, there are more ranks than microbatches.
-        """
-        ranks = self.strategy.ranks
-        if not self.is_exact and not self.strategy.has_stages:  # one slice for each rank
-            # First: such a call must not decide on the number of microbatches.
-            if rows < ranks.size:
-                return None
-            if self._microbatches is None:
-                self._microbatches = default_microbatches(rows)
-            bounds = microbatch_bounds(rows, self._microbatches)
-            owned = owned_microbatches(self._microbatches, ranks.size, ranks.rank)
-            slices = Slices(
-                rank_bounds(rows, self._microbatches, ranks.size), ranks.size, ranks.rank
-            )
-            # Random streams belong to microbatches, never to ranks.
-            slices.microbatches = [[(number, *bounds[number]) for number in owned]]
-            return slices if slices.fewest_rows else None
-        if rows < 2 or rows < (self._microbatches or 0):
-            return None
-        if self._microbatches is None:
-            self._microbatches = default_microbatches(rows)
-            if not self.is_exact:
-                # Several rows of each: small matrix products take as long as larger ones.
-                self._microbatches = default_microbatches(max(rows // 2, ranks.size))
-            require_microbatches(self._microbatches, ranks.size)
-        bounds = microbatch_bounds(rows, self._microbatches)
-        slices = Slices(bounds, ranks.size, ranks.rank, copies=self.is_exact)
-        if not self._has_reduction:
-            self.strategy.sum_slices(slices, is_exact=self.is_exact)
-            self._has_reduction = True
-        return slices

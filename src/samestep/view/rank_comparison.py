@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from samestep.distributed.collective_check import Line, script_line
 from samestep.distributed.device_reads import device_reads
-from samestep.distributed.devices import KERNEL_SETTINGS, kernel_settings
+from samestep.distributed.kernels import KERNEL_SETTINGS, kernel_settings
 from samestep.distributed.rng import numpy_generator, python_generator, torch_generator
 from samestep.errors import RankMismatchError
 from samestep.view.leaves import SAMPLE, hash_of, sample_of

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from samestep.distributed.device_reads import device_reads
-from samestep.distributed.devices import tf32_off
+from samestep.distributed.kernels import tf32_off
 from samestep.distributed.rng import preserved_generators
 from samestep.view.module_tensors import ModuleState
 from samestep.view.operations import Operation

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,8 @@ from samestep.data.own_rows import Bounds
 from samestep.data.sample_reader import Decision
 from samestep.distributed.collective_check import intercept_all, refuse_inside
 from samestep.distributed.device_reads import device_reads
-from samestep.distributed.devices import KernelChoice, accelerator_module, is_accelerator
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.kernels import EqualKernels
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed
 from samestep.distributed.world import World, all_gather
@@ -39,13 +39,12 @@ from samestep.view.kinds import Kind
 from samestep.view.messages import Action, Ranks, RowMessages
 from samestep.view.rank_comparison import ONE_DECISION, InStep
 from samestep.view.region import current_region
-from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
+from samestep.view.rows_sums import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
 from samestep.view.rows_tensor import rows_of
 from samestep.view.slice_threads import SliceThreads
 from samestep.view.strategy import Strategy
 
 _WORD = 8  # integers; the last one is a request to stop
-_NOT_DETERMINISTIC = ".* does not have a deterministic implementation"  # a warning of torch
 
 
 @dataclass
@@ -79,47 +78,6 @@ class ModuleSummary:
             self.reasons.append(reason)
 
 
-class EqualKernels:
-    """Deterministic kernels from the first whole call of a step to the step of the optimizer.
-
-    A call that is computed whole, as the first one of each kind, is computed by every rank, with
-    its backward. On a GPU, kernels that add by atomic operations, and kernels selected by their
-    time, have other bits on every rank: replicas would drift apart. In a divided call each rank
-    computes its own rows, with the settings of the script.
-
-    Args:
-        is_needed: whether other ranks compute the same on GPUs.
-    """
-
-    def __init__(self, *, is_needed: bool) -> None:
-        self._is_needed = is_needed
-        self._before: KernelChoice | None = None
-        self._own: KernelChoice | None = None
-
-    def begin(self) -> None:
-        """Request deterministic kernels; operations without one compute as before."""
-        if not self._is_needed or self._own is not None or current_region() is not None:
-            return
-        self._before = KernelChoice.present()
-        self._own = self._before._replace(measures=False)
-        is_deterministic, _ = self._before.determinism
-        if not is_deterministic:
-            self._own = KernelChoice((True, True), fills=False, measures=False)
-            warnings.filterwarnings("ignore", _NOT_DETERMINISTIC, UserWarning)
-        self._own.install()
-
-    def end(self) -> None:
-        """Put the settings back, except for those that the script has changed since."""
-        if self._before is None or self._own is None:
-            return
-        restored = list(KernelChoice.present())
-        for index, (own, before) in enumerate(zip(self._own, self._before, strict=True)):
-            if restored[index] == own:
-                restored[index] = before
-        KernelChoice._make(restored).install()
-        self._own = None
-
-
 class View:
     """Global view of this process.
 
@@ -145,7 +103,8 @@ class View:
         self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)
         self.device = world.device
         self.in_step = InStep(lambda text: all_gather(text, world), is_alone=world.size == 1)
-        self.equal_kernels = EqualKernels(is_needed=world.size > 1 and is_accelerator(world.device))
+        is_needed = world.size > 1 and is_accelerator(world.device)
+        self._equal_kernels = EqualKernels(is_needed=is_needed)
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
         self.parallel_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -179,7 +138,7 @@ class View:
     def close(self, error: type[BaseException] | None) -> None:
         """End the view with its process group."""
         self._step_hook.remove()
-        self.equal_kernels.end()
+        self._equal_kernels.end()
         self._cleanup.close()
         # After an error the other ranks may be anywhere, and are not asked.
         if error is None and self.ranks.size > 1 and os.getpid() == self._process:
@@ -342,6 +301,11 @@ class View:
         """Send a word before a sum in a divided call; return whether all ranks are in that sum."""
         return all(word[0] == Action.SUM_IN_CALL for word in self.word(Action.SUM_IN_CALL))
 
+    def use_equal_kernels(self) -> None:
+        """Use deterministic kernels up to the step of the optimizer, unless in a divided call."""
+        if current_region() is None:
+            self._equal_kernels.begin()
+
     def any_rank(self, *flags: bool, place: str = "") -> list[bool]:
         """Return for each flag whether some rank sets it; a rank may reach `place` alone."""
         if place:
@@ -369,7 +333,7 @@ class View:
         splits = any(strategy.splits_module for strategy in self._strategies)
         self.in_step.facts_of_step(optimizer, has_equal_gradients=not splits)
         self.require_same_action(self.word(Action.STEP))
-        self.equal_kernels.end()
+        self._equal_kernels.end()
 
     def require_equal(self, module: nn.Module, is_divided: Callable[[torch.Tensor], bool]) -> None:
         """Require that all ranks hold the same parameters and buffers.

@@ -17,7 +17,8 @@ from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.image_transforms import ImageTransforms, Transform
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
 from samestep.zoo.options import unusable, validated
-from samestep.zoo.splits import Splits, Task, top_classes, train_validation_split
+from samestep.zoo.splits import Splits, Task, top_classes
+from samestep.zoo.validation_split import train_validation_split
 
 _MAX_DIGITS = 6  # of a class number
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}

@@ -30,12 +30,14 @@ from samestep.zoo.splits import (
     Answer,
     Splits,
     Task,
-    hash_fraction,
     most_probable,
+)
+from samestep.zoo.tokenizers import Tokenizer, as_tokens, read_tokenizer, tokens_of
+from samestep.zoo.validation_split import (
+    hash_fraction,
     require_fraction,
     train_validation_split,
 )
-from samestep.zoo.tokenizers import Tokenizer, as_tokens, read_tokenizer, tokens_of
 
 # Folders of the standard library that contain installed packages or tests.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})

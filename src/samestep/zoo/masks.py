@@ -18,7 +18,7 @@ from samestep.errors import DataError
 from samestep.zoo.data_files import by_suffix, files_below
 from samestep.zoo.image_files import IMAGE_SUFFIXES, file_errors, open_image
 from samestep.zoo.losses import IGNORED
-from samestep.zoo.splits import train_validation_split
+from samestep.zoo.validation_split import train_validation_split
 
 _Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Byte = Annotated[int, Field(ge=0, le=255)]

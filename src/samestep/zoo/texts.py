@@ -13,8 +13,9 @@ from samestep.zoo.data_files import fingerprint_of
 from samestep.zoo.image_files import file_errors
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
 from samestep.zoo.options import require_count, unusable
-from samestep.zoo.splits import Splits, Task, require_fraction, top_classes, train_validation_split
+from samestep.zoo.splits import Splits, Task, top_classes
 from samestep.zoo.tokenizers import Tokenizer, as_tokens, read_tokenizer
+from samestep.zoo.validation_split import require_fraction, train_validation_split
 
 Sample = tuple[torch.Tensor, int]
 Inputs = dict[str, torch.Tensor]

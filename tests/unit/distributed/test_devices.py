@@ -1,6 +1,5 @@
 """Selection and division of GPUs: computed from text and numbers, without any GPU."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,15 +12,11 @@ from samestep.config import MeshConfig, StrategyConfig
 from samestep.distributed import devices
 from samestep.distributed.devices import (
     ACCELERATOR,
-    KERNEL_SETTINGS,
     first_gpu_index,
     gpu_range,
-    kernel_settings,
     own_devices,
     parse_devices,
     select_first_device,
-    set_tf32,
-    tf32_off,
 )
 from samestep.distributed.env import Sharing, read_environment
 from samestep.errors import InputError
@@ -140,72 +135,6 @@ def test_launch_lets_every_rank_share(share_gpu: bool) -> None:
     """On a GPU: tests/gpu/test_divided_calls.py."""
     sharing = "gloo" if share_gpu else None
     assert samestep.launch(sharing_of_ranks, processes=2, share_gpu=share_gpu) == [sharing] * 2
-
-
-@pytest.fixture
-def tf32_restored() -> Iterator[None]:
-    older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.backends.fp32_precision = "none"
-    torch.set_float32_matmul_precision(older[0])
-    torch.backends.cudnn.allow_tf32 = older[1]
-
-
-def by_operation() -> tuple[str, str, str]:
-    return (
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.cudnn.conv.fp32_precision,
-        torch.backends.cudnn.rnn.fp32_precision,
-    )
-
-
-@pytest.mark.usefixtures("tf32_restored")
-def test_tf32_is_that_of_the_configuration() -> None:
-    gpu = torch.device(ACCELERATOR)
-    for allowed, precision in ((True, "high"), (False, "highest")):
-        set_tf32(gpu, allowed=allowed)
-        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (precision, allowed)
-    torch.set_float32_matmul_precision("high")
-    before = kernel_settings()
-    set_tf32(torch.device("cpu"), allowed=False)
-    set_tf32(gpu, allowed=None)
-    assert kernel_settings() == before
-    torch.backends.fp32_precision = "tf32"  # of all backends
-    set_tf32(gpu, allowed=False)
-    assert by_operation() == ("ieee", "ieee", "ieee")
-
-
-SETTINGS: dict[str, Callable[[], None]] = {
-    "of torch": lambda: None,
-    "older": lambda: torch.set_float32_matmul_precision("medium"),
-    "newer": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
-    "newer, of one operation": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
-    "newer, of all backends": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-}
-
-
-@pytest.mark.usefixtures("tf32_restored")
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_tf32_is_off_inside_a_block_and_as_before_after_it(setting: str) -> None:
-    SETTINGS[setting]()
-    before = kernel_settings()
-    with tf32_off():
-        assert "tf32" not in by_operation()
-        torch.backends.cudnn.allow_tf32 = True  # code of the script
-    assert kernel_settings() == before
-    if not setting.startswith("newer"):
-        assert torch.get_float32_matmul_precision() == ("medium" if setting == "older" else "highest")
-
-
-@pytest.mark.usefixtures("tf32_restored")
-def test_kernel_settings_are_read_after_older_and_newer_ones() -> None:
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    with pytest.raises(RuntimeError):
-        _ = torch.backends.cudnn.allow_tf32
-    named = dict(zip(KERNEL_SETTINGS, kernel_settings(), strict=True))
-    assert named["fp32_precision of cuda.matmul"] == "tf32"
-    assert named["fp32_precision of cuda.conv"] == "ieee"
 
 
 def test_another_default_device_than_the_cpu_is_refused() -> None:

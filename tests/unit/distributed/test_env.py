@@ -1,6 +1,8 @@
 """Environment variables: settings of launchers, devices and torch."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,7 @@ from samestep.distributed.env import (
     read_rank_place,
     relevant_variables,
     sharing_variables,
+    visible_devices_kept,
 )
 from samestep.errors import EXIT_INPUT, InputError
 
@@ -115,3 +118,22 @@ def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, "custom")
     prepare_torch_environment(loopback=True)
     assert [os.environ[name] for name in TORCH] == ["custom"] * len(TORCH)
+
+
+def test_visible_devices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    ignored: list[str | None] = []
+    with visible_devices_kept(ignored.append):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        seen = [os.environ["CUDA_VISIBLE_DEVICES"]]
+        os.environ.update(CUDA_VISIBLE_DEVICES="1")
+        command = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+        seen.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        monkeypatch.setenv("SOMETHING_ELSE", "set")
+        assert os.environ["SOMETHING_ELSE"] == "set"
+    assert seen == ["3", "3", "3"]
+    assert ignored == ["0", "1", None]
+    os.environ["CUDA_VISIBLE_DEVICES"] = "2"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
-from samestep import global_view
+from samestep import parallelize
 from samestep.distributed import torch_errors
 from samestep.distributed.devices import GpuMemory
 from samestep.distributed.torch_errors import FRAGMENTS_FIX, GPU_MEMORY_FIXES, MEMORY_FIX
@@ -139,7 +139,7 @@ def test_early_exit(exit_code: int, is_script: bool, expected: str, hint: str) -
 def of_package(source: str) -> Any:
     """Return the function `run` of source code, as one of the package."""
     spaces: dict[str, Any] = {}
-    exec(compile(source, global_view.__file__, "exec"), spaces)
+    exec(compile(source, parallelize.__file__, "exec"), spaces)
     return spaces["run"]
 
 

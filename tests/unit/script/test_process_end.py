@@ -3,18 +3,30 @@
 import atexit
 import gzip
 import io
+import multiprocessing
 import os
+import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
-from samestep.script.process_end import exit_functions_called, files_closed, threads_joined
+import samestep
+from samestep.script.process_end import (
+    children_ended,
+    exit_functions_called,
+    files_closed,
+    plain_start_method,
+    threads_joined,
+)
 
 
 def registered(end: Callable[[], Any] = lambda: None) -> list[Any]:
@@ -142,3 +154,79 @@ def test_a_long_wait_for_threads_is_reported_once(monkeypatch: pytest.MonkeyPatc
     with threads_joined():
         threading.Thread(target=upload, name="upload").start()
     assert lines == ["samestep: the script has ended and waits for its threads: upload"]
+
+
+@pytest.fixture
+def plain_children() -> Iterator[None]:
+    method = multiprocessing.get_start_method(allow_none=True)
+    with plain_start_method(), children_ended():
+        yield
+    assert multiprocessing.get_start_method(allow_none=True) == method
+
+
+def train() -> float:
+    model = nn.Linear(1, 1)
+    model(torch.ones(1, 1)).sum().backward()
+    return 1.0
+
+
+def prepare(number: int) -> float:
+    model = nn.Linear(1, 1).requires_grad_(False)
+    return model(torch.full((1, 1), float(number))).item() * 0 + number**2
+
+
+class Squares(Dataset[float]):
+    def __init__(self) -> None:
+        self.read = lambda number: float(number**2)  # spawned workers could not receive it
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return self.read(index)
+
+
+def test_children_that_prepare_data_are_as_in_plain_python(plain_children: None) -> None:
+    assert multiprocessing.get_start_method() == "fork"
+    with multiprocessing.Pool(2) as pool:
+        assert pool.map(prepare, [2, 3]) == [4.0, 9.0]
+    with ProcessPoolExecutor(2) as executor:
+        assert list(executor.map(prepare, [2, 3])) == [4.0, 9.0]
+    assert torch.cat(list(DataLoader(Squares(), 2, num_workers=2))).tolist() == [0, 1, 4, 9]
+    assert train() == 1.0  # this process may
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(None, 0), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("text"), 1), (ValueError(), 1)]
+)
+def test_forked_child_ends_with_the_script(end: BaseException | None, code: int) -> None:
+    codes = []
+    with plain_start_method(), children_ended():
+        child = os.fork()
+        if child == 0 and end is not None:
+            raise end
+        if child != 0:
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    assert codes == [code]
+
+
+def test_start_method_can_be_set_once_by_the_script(plain_children: None) -> None:
+    multiprocessing.set_start_method("spawn")
+    with pytest.raises(RuntimeError, match="already been set"):
+        multiprocessing.set_start_method("fork")
+    assert multiprocessing.get_start_method() == "spawn"
+
+
+def _methods() -> list[str | None]:
+    random.seed(0)
+    before = multiprocessing.get_start_method(allow_none=True)
+    with plain_start_method(), children_ended():
+        inside = multiprocessing.get_start_method()
+        with multiprocessing.Pool(1) as pool:
+            pool.map(prepare, [1])
+    return [before, inside, multiprocessing.get_start_method(allow_none=True)]
+
+
+@pytest.mark.slow
+def test_ranks_start_processes_as_plain_python() -> None:
+    assert samestep.launch(_methods, processes=1) == ["forkserver", "fork", "forkserver"]

@@ -18,7 +18,7 @@ from helpers.forked_ranks import RankServer
 from helpers.view_checks import difference, error_code, run_checks
 from samestep.config import MeshConfig, StrategyConfig
 from samestep.errors import SamestepError
-from samestep.global_view import parallel_module
+from samestep.parallelize import parallel_module
 from samestep.strategies.divided_parameters import full_tensor, is_divided
 from samestep.view.view import View
 

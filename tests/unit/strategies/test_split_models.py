@@ -23,7 +23,7 @@ from helpers.tensor_models import PLAN, Layers, gpt
 from helpers.view_checks import difference, error_code
 from samestep.config import MeshConfig, StrategyConfig
 from samestep.distributed.world import World
-from samestep.global_view import parallel_module
+from samestep.parallelize import parallel_module
 from samestep.strategies.split_models import Split
 from samestep.view.view import View
 

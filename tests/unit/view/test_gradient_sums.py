@@ -15,7 +15,7 @@ from helpers.thread_ranks import ThreadRanks, on_ranks
 from samestep.errors import RunError
 from samestep.reduce.fast import FastReduction
 from samestep.view import gradient_sums as hub_module
-from samestep.view.gradient_buckets import Bucket
+from samestep.view.bucket_layout import Bucket
 from samestep.view.gradient_sums import Hub
 
 SIZES = pytest.mark.parametrize("size", [3, 4])

@@ -1,8 +1,9 @@
-"""Words between ranks, settings of kernels, and batches of which each rank keeps its own rows."""
+"""Words between ranks, and batches of which each rank keeps its own rows."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import samestep
 from helpers.forked_ranks import Job, run_jobs
-from samestep.distributed.devices import kernel_settings
+from samestep.distributed.kernels import EqualKernels, kernel_settings
 from samestep.errors import RankDesyncError
 from samestep.view.messages import Action, Ranks
 from samestep.view.region import Region, inside
 from samestep.view.rows_tensor import Rows
-from samestep.view.view import EqualKernels, ModuleSummary, View
+from samestep.view.view import ModuleSummary, View
 
 CODES = {
     "other_action": {"E_RANK_DESYNC"},
@@ -84,66 +85,11 @@ def test_reasons_are_kept_once_in_order() -> None:
     assert summary.reasons == ["a", "b"]
 
 
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    """Put torch's settings back."""
-    benchmark = torch.backends.cudnn.benchmark
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.benchmark = benchmark
-
-
-def is_deterministic() -> bool:
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled() and warns and not torch.backends.cudnn.benchmark
-
-
-def test_settings_hold_until_the_step() -> None:
-    torch.backends.cudnn.benchmark = True
-    before = kernel_settings()
-    kernels = EqualKernels(is_needed=True)
-    kernels.begin()
-    kernels.begin()
-    assert is_deterministic()
-    kernels.end()
-    assert kernel_settings() == before
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def test_nothing_changes_on_one_rank() -> None:
-    before = kernel_settings()
-    kernels = EqualKernels(is_needed=False)
-    kernels.begin()
-    assert kernel_settings() == before
-    kernels.end()
-    assert kernel_settings() == before
-
-
-def test_settings_that_a_script_changes_in_between_stay() -> None:
-    kernels = EqualKernels(is_needed=True)
-    kernels.begin()
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = True
-    kernels.end()
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert torch.backends.cudnn.benchmark
-
-
-def test_a_deterministic_script_keeps_its_errors() -> None:
-    torch.use_deterministic_algorithms(True)
-    kernels = EqualKernels(is_needed=True)
-    kernels.begin()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    kernels.end()
-    assert torch.are_deterministic_algorithms_enabled()
-
-
 def test_calls_inside_of_a_divided_call_change_nothing() -> None:
     before = kernel_settings()
-    kernels = EqualKernels(is_needed=True)
+    view: Any = SimpleNamespace(_equal_kernels=EqualKernels(is_needed=True))
     with inside(Region(4, 0, 2, exchange=None, draw_factors=())):  # type: ignore[arg-type]
-        kernels.begin()
+        View.use_equal_kernels(view)
     assert kernel_settings() == before
 
 

@@ -26,7 +26,7 @@ import torch
 from samestep.launcher.process_state import rank_and_size
 from samestep.script.file_journal import Journal, copy_file
 from samestep.script.first_writer import FirstWriter
-from samestep.script.replaced import PATHS, Replaced, replaced
+from samestep.script.patches import PATHS, Replaced, replaced
 from samestep.tools.verify.tensor_comparison import digest, leaves
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")

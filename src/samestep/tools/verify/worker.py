@@ -14,7 +14,7 @@ from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, Reduction, RunOptions, StrategyConfig
 from samestep.cursor import Cursor
-from samestep.distributed.devices import tf32_off
+from samestep.distributed.kernels import tf32_off
 from samestep.distributed.rng import seed_generators
 from samestep.launcher.process_state import process_state, rank_and_size
 from samestep.script.summary import Summary

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from samestep.view import gradient_buckets
-from samestep.view.gradient_buckets import plan_buckets
+from samestep.view import bucket_layout
+from samestep.view.bucket_layout import plan_buckets
 
 
 def test_the_last_parameters_come_first() -> None:
@@ -13,7 +13,7 @@ def test_the_last_parameters_come_first() -> None:
 
 
 def test_the_first_bucket_is_small_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 120)
+    monkeypatch.setattr(bucket_layout, "BUCKET_BYTES", 120)
     parameters = [torch.empty(10) for _ in range(7)]
     assert plan_buckets(parameters, first_bytes=50) == [[6, 5], [4, 3, 2], [1, 0]]
 
@@ -26,7 +26,7 @@ def test_a_bucket_has_one_dtype_and_every_parameter_is_in_one() -> None:
 
 
 def test_large_parameters_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(bucket_layout, "BUCKET_BYTES", 100)
     assert plan_buckets([torch.empty(100), torch.empty(100), torch.empty(100)], 1) == [[2], [1], [0]]
 
 

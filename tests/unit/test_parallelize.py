@@ -24,8 +24,8 @@ from helpers.compared_calls import ROWS, batch, check, network, run
 from helpers.forked_ranks import RankServer
 from helpers.view_checks import difference, error_code, gradients
 from samestep.errors import InputError
-from samestep.global_view import _require_arguments, no_sync, parallel_module
 from samestep.launcher.process_state import process_state
+from samestep.parallelize import _require_arguments, no_sync, parallel_module
 
 
 def _trained() -> Any:
@@ -338,7 +338,7 @@ def test_no_sync_of_a_module_that_is_not_divided_changes_nothing() -> None:
 EXACT = """
 import torch
 import samestep
-from samestep.global_view import parallel_module
+from samestep.parallelize import parallel_module
 
 model = samestep.parallel(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)), reduction="exact")
 print(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())

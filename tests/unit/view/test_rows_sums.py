@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import samestep
 from helpers.forked_ranks import RankServer, refusal
 from samestep.errors import SamestepError
-from samestep.global_view import joined_view
 from samestep.microbatches import Slices, rank_bounds
+from samestep.parallelize import joined_view
 from samestep.view.crossings import RowBounds
 from samestep.view.rows_tensor import Rows, gathered
 from samestep.view.view import View

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from samestep.distributed.signals import StopRequest
+from samestep.distributed.stop_request import StopRequest
 
 
 def test_signal_is_a_request_in_the_process_alone_and_ends_its_forks() -> None:
