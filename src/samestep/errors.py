@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from samestep.error_text import bounded
+from samestep.report_text import bounded
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

@@ -13,10 +13,10 @@ import yaml
 
 from helpers.surroundings import require_bounded
 from helpers.system import here
-from samestep.error_text import message_of
 from samestep.errors import InputError, SamestepError
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.trust import remember, require_trusted
+from samestep.report_text import message_of
 from samestep.zoo.model_libraries import transformers_model
 
 TESTS = Path(__file__).parents[1]

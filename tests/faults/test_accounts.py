@@ -16,8 +16,8 @@ from helpers.surroundings import RecordFault, require_bounded, require_single_re
 from helpers.system import TESTS, Running, environment, here, last_saved
 from samestep.distributed.env import library_caches, state_folder
 from samestep.distributed.logging import plain_console
-from samestep.error_text import printable
 from samestep.errors import InputError
+from samestep.report_text import printable
 
 RECIPE = TESTS / "helpers/recorded.yaml"
 UNSET = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")

@@ -1,6 +1,7 @@
 """Collectives in the forward of a model, by whatever name: refused in the first call on every number of processes."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import all_reduce, barrier
 
 import samestep
 from helpers.forked_ranks import RankServer, refusal
+from samestep.distributed.collective_check import _ENTRIES
 from samestep.distributed.world import World
 from samestep.parallelize import world_of_process
 from samestep.session import start
@@ -88,6 +90,10 @@ def refused() -> dict[str, list[str]]:
         dist.all_reduce(total)
         texts["outside"] = [str(sum(samestep.all_gather(1, world))), str(int(total))]
         return texts
+
+
+def test_files_that_pass_collectives_on_exist() -> None:
+    assert [file for file in _ENTRIES if not Path(file).is_file()] == []
 
 
 @pytest.mark.ranks(1, 3)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import errors
-from samestep.error_text import bounded, class_name, message_of
+from samestep.report_text import bounded, class_name, message_of
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ from samestep.cli.options import (
 )
 from samestep.cli.run_plans import load_resolved
 from samestep.config import Recipe, RunOptions, resolve_mesh
-from samestep.error_text import printable
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.loggers.logger import to_json
 from samestep.number_text import plural
 from samestep.recipes.recipe_files import recipe_data
+from samestep.report_text import printable
 from samestep.runs import run_folder
 from samestep.script.mode import imports_samestep
 from samestep.tools import bench, learning_rates

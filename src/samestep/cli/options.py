@@ -23,9 +23,9 @@ from samestep.config import DeviceKind, MeshConfig, StrategyConfig
 from samestep.config.key_suggestions import SYNONYMS, nearest_path, suggest
 from samestep.config.strategy import AXES, StrategyName
 from samestep.distributed.env import expand_path
-from samestep.error_text import printable
 from samestep.errors import InputError
 from samestep.loggers.logger import to_json_line
+from samestep.report_text import printable
 from samestep.runs import run_folder
 
 Options = TypeVar("Options")

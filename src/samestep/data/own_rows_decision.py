@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
@@ -14,10 +13,11 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset
 
-from samestep.data.batch_structure import Plan, content_of, plan_of
+from samestep.data.batch_structure import Plan, plan_of
 from samestep.data.process_copy import called_in_copy
 from samestep.data.read_generators import OwnGenerators
 from samestep.data.read_state import ReadState, comparable
+from samestep.data.sample_hashes import hashes_of_batch
 from samestep.data.sample_reader import (
     COPY_SECONDS,
     Decision,
@@ -35,7 +35,6 @@ COLLATE_DRAWS = "the collate function draws random numbers"
 NO_COPY = "samples cannot be read in a copy of the process"
 _CHECKED = 16  # samples of the first batch that are read in a copy of the process
 _SLICES = 4  # in which they are collated
-_PROBES = 8  # samples of the first batch that a resumption reads again
 _COMPARED_ITEMS = 2**16  # of a list, between ranks
 _COMPARED_BYTES = 2**28  # of a tensor or an array
 
@@ -103,7 +102,7 @@ class CheckingReader(SampleReader):
     def _decided_by_collation(self, request: Request, read: Samples) -> Decision | None:
         """Return how batches are read; None if they depend on those that were made before."""
         # Both before the first collation, which can change the samples.
-        probe = _probe(request, read)
+        probe = hashes_of_batch(request, read)
         samples = [_own(sample) for sample in read.samples]
         begin = ReadState(self.dataset)
         self._seed("collate", request, 0)
@@ -220,25 +219,6 @@ def _compared(value: Any, size: int) -> Iterator[Any]:
             yield value
     elif isinstance(value, torch.Tensor | numpy.ndarray) and value.shape[:1] == (size,):
         yield value[:: value.nbytes // _COMPARED_BYTES + 1]
-
-
-def _probe(request: Request, read: Samples) -> dict[str, Any]:
-    """Return hashes of up to `_PROBES` samples of a batch, and the facts that they depend on."""
-    repeats = request.repeats or [0] * len(request.indices)
-    # Indices that JSON keeps, at their first occurrence: a probe has no repeats.
-    numbers = [
-        number
-        for number in range(len(read.samples))
-        if type(request.indices[number]) in (int, str) and not repeats[number]
-    ]
-    numbers = numbers[:: max(1, math.ceil(len(numbers) / _PROBES))]
-    return {
-        "seed": request.seed,
-        "epoch": request.epoch,
-        "draws": request.draws,
-        "indices": [request.indices[number] for number in numbers],
-        "hashes": [content_of(read.samples[number]) for number in numbers],
-    }
 
 
 def _own(sample: Any) -> Any:

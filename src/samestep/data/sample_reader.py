@@ -26,8 +26,8 @@ from samestep.distributed.rng import (
 )
 from samestep.distributed.stop_request import die_with_parent
 from samestep.distributed.torch_errors import resource_fixes
-from samestep.error_text import message_of
 from samestep.errors import DataError, SamestepError
+from samestep.report_text import message_of
 
 # `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as
 # torch does, without seeds for the samples; `probe`: hash the samples.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from samestep.cursor import Cursor
 from samestep.data.epoch_order import EpochOrder
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
-from samestep.data.sample_reader import (
-    Request,
-    SampleReader,
-    as_it_is,
-    init_worker,
-    raise_failure,
-)
+from samestep.data.sample_hashes import changed_samples
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import PassedGenerator, passed_generators
 from samestep.distributed.stop_request import StoppedLoop
@@ -121,33 +114,7 @@ class WholeBatches:
 
     def changed_samples(self, probe: Mapping[str, Any]) -> list[Any]:
         """Return the indices of the samples of a probe with other contents now."""
-        indices = probe["indices"]
-        request = Request("probe", indices, None, probe["seed"], probe["epoch"], probe["draws"])
-        loader = self._loader
-        reader = SampleReader(
-            self.dataset, loader.collate_fn, sets_epoch=self._state.seed is not None
-        )
-        # In a worker as other samples: a file that a data set opens once cannot be shared with it.
-        options: dict[str, Any] = {}
-        if loader.num_workers:
-            options = {
-                "num_workers": 1,
-                "multiprocessing_context": loader.multiprocessing_context,
-                "worker_init_fn": partial(init_worker, self.dataset, loader.worker_init_fn),
-            }
-        requests: Any = [request]
-        readings: DataLoader[Any] = DataLoader(
-            reader,
-            batch_sampler=requests,
-            collate_fn=as_it_is,
-            generator=torch.Generator(),
-            **options,
-        )
-        reading = next(iter(readings))
-        if reading.failure is not None:
-            raise_failure(reading.failure)
-        pairs = zip(indices, probe["hashes"], reading.data, strict=True)
-        return [index for index, before, now in pairs if before != now]
+        return changed_samples(self._loader, probe, sets_epoch=self._state.seed is not None)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""

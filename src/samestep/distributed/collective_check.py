@@ -144,7 +144,9 @@ _ENTRIES = (
     *(dist.distributed_c10d.__file__, c10d_logger.__file__, functools.__file__, __file__),
     *(
         f"{_PACKAGE}{name.replace('/', os.sep)}.py"
-        for name in ("session", "distributed/world", "view/operations", "view/rows", "view/watch")
+        for name in (
+            *("session", "distributed/world", "view/operations", "view/rows_sums", "view/watch"),
+        )
     ),
     *(
         f"{_TORCH}{name.replace('/', os.sep)}.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from samestep.error_text import printable
+from samestep.report_text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

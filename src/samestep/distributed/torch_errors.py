@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 
 from samestep.distributed.devices import gpu_memory
-from samestep.error_text import message_of
 from samestep.number_text import format_bytes
+from samestep.report_text import message_of
 
 # gloo's errors have no type of their own.
 _LOST_BY_GLOO = re.compile(

@@ -19,8 +19,8 @@ from samestep.distributed.torch_errors import (
     operator_without_kernel,
     reason_of,
 )
-from samestep.error_text import bounded, class_name, cut_text, indented, message_of, printable
 from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
+from samestep.report_text import bounded, class_name, cut_text, indented, message_of, printable
 
 _SIGNAL_FIXES = {
     "SIGKILL": "look for an out-of-memory kill in the system log",

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from samestep.distributed.standard_streams import report_line
 from samestep.distributed.status import RankStatus, StatusSnapshot
-from samestep.error_text import bounded
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
 from samestep.launcher.process_state import Job
@@ -41,6 +40,7 @@ from samestep.launcher.watchdog import (
     Watchdog,
 )
 from samestep.launcher.worker import exit_process
+from samestep.report_text import bounded
 
 _MIN_INTERVAL = 0.25
 _MAX_INTERVAL = 5.0

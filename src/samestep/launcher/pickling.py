@@ -17,8 +17,8 @@ from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from samestep.error_text import message_of
 from samestep.errors import InputError, RunError
+from samestep.report_text import message_of
 
 
 @dataclass(frozen=True)

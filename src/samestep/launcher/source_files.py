@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from samestep.error_text import printable
 from samestep.errors import InputError
 from samestep.number_text import plural
+from samestep.report_text import printable
 
 if TYPE_CHECKING:
     from samestep.distributed.world import World

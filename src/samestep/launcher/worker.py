@@ -27,12 +27,12 @@ from samestep.distributed.standard_streams import (
     send_output_to,
 )
 from samestep.distributed.stop_request import GROUP_SIGNALS, StoppedLoop, die_with_parent
-from samestep.error_text import message_of
 from samestep.errors import InputError
 from samestep.launcher.failure import Failure
 from samestep.launcher.pickling import pack
 from samestep.launcher.process_state import WorkerSpec, process_state
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS
+from samestep.report_text import message_of
 
 _SCRIPT_TIMEOUT = timedelta(minutes=10)
 

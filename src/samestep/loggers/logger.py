@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from samestep.distributed.disk_operations import HeldFolder, disk_operations, regular_file
-from samestep.error_text import class_name, message_of
 from samestep.errors import EXIT_FAILED, EXIT_STOPPED, RunError, RunMovedError, SamestepError
+from samestep.report_text import class_name, message_of
 
 Event = Mapping[str, Any]
 _STEP_METRICS = ("loss", "lr", "grad_norm", "samples_per_second", "data_seconds")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from samestep.distributed.logging import plain_console
-from samestep.error_text import printable
 from samestep.loggers.logger import NOT_METRICS, Event, Logger, format_metric
 from samestep.number_text import plural
+from samestep.report_text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

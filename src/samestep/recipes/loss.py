@@ -20,10 +20,10 @@ from samestep.distributed.torch_errors import (
     reason_of,
 )
 from samestep.distributed.world import World, all_gather
-from samestep.error_text import class_name, message_of
 from samestep.errors import InputError, NonFiniteError
 from samestep.parallelize import any_rank
 from samestep.recipes.bad_samples import parts_of
+from samestep.report_text import class_name, message_of
 from samestep.zoo.losses import IGNORED, bce_with_logits, cross_entropy
 
 _MAX_REASON = 1_000  # characters

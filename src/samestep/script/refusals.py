@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bdb
+import getpass
+import pdb
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +28,24 @@ def _refusing(operation: str, expected: str, fix: str, code: str) -> Callable[..
         raise InputError(value, expected, fix, code=code)
 
     return refuse
+
+
+def terminal_refusal(problem: str) -> InputError:
+    """Return the error for an operation at the terminal, which each process would ask."""
+    return InputError(
+        f"{line_of_script()}: {problem}, in a script on several processes",
+        expected="one reader of standard input, in the main thread of each process",
+        fix="samestep run --processes 1",
+        code="E_LAUNCH",
+    )
+
+
+def _refuse_debugger(*_: Any, **__: Any) -> NoReturn:
+    raise terminal_refusal("a debugger")
+
+
+def _refuse_password(*_: Any, **__: Any) -> NoReturn:
+    raise terminal_refusal("getpass, which asks at the terminal of each process")
 
 
 @contextmanager
@@ -56,4 +77,8 @@ def refusals() -> Iterator[None]:
             fix = "import samestep in the script itself"
             refuse = _refusing(f"samestep.{name}", expected, fix, "E_LAUNCH")
             stack.enter_context(replaced(module, **{name: refuse}))
+        stack.enter_context(replaced(getpass, getpass=_refuse_password))
+        stack.enter_context(replaced(bdb.Bdb, set_trace=_refuse_debugger))
+        # `post_mortem` does not call `set_trace`.
+        stack.enter_context(replaced(pdb.Pdb, interaction=_refuse_debugger))
         yield

@@ -6,20 +6,16 @@ Descriptor 0 of a rank is that of the launcher, in the same process group, altho
 
 from __future__ import annotations
 
-import bdb
-import getpass
 import io
 import locale
 import os
-import pdb
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
-from samestep.distributed.collective_check import script_line
-from samestep.errors import InputError
 from samestep.script.patches import is_main_thread_of, replaced
+from samestep.script.refusals import terminal_refusal
 
 Share = Callable[[bytes | None], bytes]
 
@@ -49,7 +45,7 @@ class _SharedInput(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not is_main_thread_of(self._process):
-            raise _refusal("standard input is read in a thread or a child process")
+            raise terminal_refusal("standard input is read in a thread or a child process")
         own = None
         if self._is_reader:
             own = os.read(0, len(buffer))
@@ -58,30 +54,12 @@ class _SharedInput(io.RawIOBase):
         return len(data)
 
 
-def _refusal(problem: str) -> InputError:
-    file, line = script_line(sys._getframe(1))
-    return InputError(
-        f"{file}:{line}: {problem}, in a script on several processes",
-        expected="one reader of standard input, in the main thread of each process",
-        fix="samestep run --processes 1",
-        code="E_LAUNCH",
-    )
-
-
-def _refuse_debugger(*_: Any, **__: Any) -> NoReturn:
-    raise _refusal("a debugger")
-
-
-def _refuse_password(*_: Any, **__: Any) -> NoReturn:
-    raise _refusal("getpass, which asks at the terminal of each process")
-
-
 @contextmanager
 def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
     """Give the standard input of the launcher to the script, inside the block.
 
-    `input` and `sys.stdin` return the same on all ranks; debuggers and `getpass.getpass` end with
-    an `InputError`. On one process everything is as in plain Python.
+    `input` and `sys.stdin` return the same on all ranks. On one process everything is as in plain
+    Python.
 
     Args:
         rank: this rank.
@@ -99,10 +77,6 @@ def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
         if rank > 0:
             stack.enter_context(_without_input())
         stack.enter_context(replaced(sys, stdin=stream))
-        stack.enter_context(replaced(getpass, getpass=_refuse_password))
-        stack.enter_context(replaced(bdb.Bdb, set_trace=_refuse_debugger))
-        # `post_mortem` does not call `set_trace`.
-        stack.enter_context(replaced(pdb.Pdb, interaction=_refuse_debugger))
         yield
 
 

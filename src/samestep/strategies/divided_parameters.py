@@ -94,7 +94,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full value of a tensor without a graph, or a complete tensor. A collective."""
     if not is_divided(tensor):
         return tensor
-    from samestep.strategies.fsdp_dtensors import full_value  # slow to import
+    from samestep.strategies.dtensors import full_value  # slow to import
 
     divided: Any = tensor
     return full_value(divided)
@@ -102,7 +102,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
     """Return a full tensor, which every rank has, divided as a parameter; without a graph."""
-    from samestep.strategies.fsdp_dtensors import Division
+    from samestep.strategies.dtensors import Division
 
     divided: Any = parameter
     return Division.of(divided).divided(full, parameter.device)

@@ -38,7 +38,7 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
-from samestep.strategies.fsdp_dtensors import Division, as_divided, compute_whole, gathered
+from samestep.strategies.dtensors import Division, as_divided, compute_whole, gathered
 from samestep.strategies.fsdp_gathers import (
     GatheredHub,
     Gathers,

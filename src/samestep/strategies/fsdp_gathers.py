@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from samestep.config.exclusions import excluded
 from samestep.reduce.fast import Reduction
 from samestep.strategies.divided_parameters import full_tensor
-from samestep.strategies.fsdp_dtensors import gathered
+from samestep.strategies.dtensors import gathered
 from samestep.view.crossings import CallExchange
 from samestep.view.gradient_sums import Hub
 from samestep.view.module_tensors import is_in_place

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from samestep.config import Recipe, RunOptions, StrategyConfig, resolve_mesh
 from samestep.distributed.logging import plain_console
-from samestep.error_text import printable
 from samestep.errors import InputError
 from samestep.launcher.launch import RankError
 from samestep.loggers.logger import format_metric
 from samestep.number_text import plural
+from samestep.report_text import printable
 from samestep.tools.launch import run_on_ranks
 
 SINGLE = "one device"

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from samestep.config import Recipe, RunOptions
 from samestep.distributed.logging import plain_console
-from samestep.error_text import printable
 from samestep.loggers.trackers import tensorboard_command
 from samestep.number_text import format_milliseconds
 from samestep.recipes.recipe_files import recipe_data
+from samestep.report_text import printable
 from samestep.tools.launch import run_on_ranks
 
 TRACES = "tensorboard"

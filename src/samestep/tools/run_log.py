@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep.distributed.disk_operations import read_small, regular_file
-from samestep.error_text import printable
 from samestep.errors import InputError
 from samestep.loggers.logger import parse_json_line, to_json
 from samestep.recipes.recipe_files import read_yaml
+from samestep.report_text import printable
 from samestep.runs import LOOP, not_a_run
 
 _CURVES = ("loss", "lr", "grad_norm", "samples_per_second")

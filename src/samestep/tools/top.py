@@ -15,10 +15,10 @@ from rich.text import Text
 
 from samestep.checkpoint.folder_lock import is_locked
 from samestep.distributed.disk_operations import regular_file
-from samestep.error_text import printable
 from samestep.loggers.logger import format_metric
 from samestep.number_text import format_bytes
 from samestep.recipes.recipe_files import read_yaml
+from samestep.report_text import printable
 from samestep.runs import LOOP
 from samestep.tools.run_log import (
     EventLog,

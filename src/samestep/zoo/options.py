@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from samestep.config.key_suggestions import suggest
 from samestep.config.validation import require_package
 from samestep.distributed.torch_errors import is_out_of_memory
-from samestep.error_text import class_name, message_of
 from samestep.errors import DataError, RecipeError
+from samestep.report_text import class_name, message_of
 from samestep.torchvision_import import make_torchvision_importable
 
 Kind = TypeVar("Kind")

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from samestep.data.batch import Collate, SizedDataset
-from samestep.error_text import printable
+from samestep.report_text import printable
 from samestep.zoo.data_files import fingerprint_of
 
 Answer = dict[str, Any]

@@ -1,5 +1,8 @@
 """Operations that an unchanged script is refused."""
 
+import bdb
+import getpass
+import pdb
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,6 +59,23 @@ def test_calls_of_samestep_are_refused(name: str, unchanged: None) -> None:
     assert error.fix == "import samestep in the script itself"
 
 
+def test_debuggers_are_refused(unchanged: None) -> None:
+    def post_mortem() -> None:
+        try:
+            raise ValueError
+        except ValueError as error:
+            pdb.post_mortem(error.__traceback__)
+
+    for call in (pdb.set_trace, lambda: pdb.Pdb().set_trace(), sys.__breakpointhook__, post_mortem):
+        error = refused(call, "E_LAUNCH")
+        assert error.value.endswith(": a debugger, in a script on several processes")
+        assert error.fix == "samestep run --processes 1"
+
+
+def test_passwords_are_refused(unchanged: None) -> None:
+    assert "getpass" in refused(lambda: getpass.getpass("A"), "E_LAUNCH").value
+
+
 def test_refused_functions_are_restored() -> None:
     import samestep.loading
     import samestep.parallelize
@@ -63,7 +83,8 @@ def test_refused_functions_are_restored() -> None:
 
     spawn = sys.modules["torch.multiprocessing.spawn"]
     homes = (samestep.session, samestep.parallelize, samestep.loading)
-    owners = (dist, dist.distributed_c10d, torch.multiprocessing, spawn, *homes, DistributedDataParallel)
+    terminal = (getpass, bdb.Bdb, pdb.Pdb)
+    owners = (dist, dist.distributed_c10d, torch.multiprocessing, spawn, DistributedDataParallel, *homes, *terminal)
     before = [dict(vars(owner)) for owner in owners]
     with refusals():
         assert all(dict(vars(owner)) != one for owner, one in zip(owners, before, strict=True))

@@ -26,9 +26,9 @@ from rich.padding import Padding
 from samestep.distributed.env import all_variables
 from samestep.distributed.logging import plain_console
 from samestep.distributed.stop_request import GROUP_SIGNALS, handled_signals
-from samestep.error_text import printable
 from samestep.errors import InputError
 from samestep.number_text import plural
+from samestep.report_text import printable
 from samestep.tools.audit.data_findings import (
     data_findings,
     file_findings,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.session import Session, state_hash
+from samestep.tools.audit.steps import is_observed
 
 _STEPS = 10  # with observed calls of dropout
 _CALLS = 4  # of a step
@@ -84,7 +85,7 @@ class FunctionObserver:
         is_mean = reduction == "mean" and weight is None and size_average is None and reduce is None
         # Targets can also be probabilities, of which none is ignored.
         has_classes = loss.requires_grad and not target.is_floating_point()
-        if not (is_mean and has_classes and session.is_observed):
+        if not (is_mean and has_classes and is_observed(session.steps)):
             return
         count = int((target != ignore_index).sum())
         line = user_line()

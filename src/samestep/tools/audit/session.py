@@ -18,9 +18,6 @@ from samestep.distributed.env import read_rank_place
 from samestep.errors import InputError
 from samestep.tools.audit.events import EventWriter
 
-_FIRST_STEPS = 50  # of all optimizers, observed one by one
-_INTERVAL = 50  # steps between observations after the first ones
-
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
@@ -36,11 +33,6 @@ class Session:
         self._failures = 0
         self.steps = 0  # steps of all optimizers
         self.optimizer: int | None = None  # number of the optimizer of the last step
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether tensors of the present step are observed."""
-        return self.steps < _FIRST_STEPS or self.steps % _INTERVAL == 0
 
     def emit(self, kind: str, **values: Any) -> None:
         """Write an event with the number of steps, and the world if it is new."""

@@ -24,6 +24,8 @@ from torch.optim.optimizer import (
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.session import Session
 
+_FIRST_STEPS = 50  # of all optimizers, observed one by one
+_INTERVAL = 50  # steps between observations after the first ones
 _TENSORS = 8  # of a step
 _FIRST_TENSORS = 64  # of the first and the last step, and of a module in an evaluation
 _MODULES = 8  # of an evaluation
@@ -33,6 +35,11 @@ _SCHEDULE_FACTS = ("name", "period", "steps", "updates", "zero_updates", "line")
 
 Values = Mapping[str, torch.Tensor | None]
 Summaries = dict[str, list[float] | None]
+
+
+def is_observed(step: int) -> bool:
+    """Whether tensors of a step are observed."""
+    return step < _FIRST_STEPS or step % _INTERVAL == 0
 
 
 class _Schedule:
@@ -72,7 +79,7 @@ class StepObserver:
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = self._optimizer_count
             self._optimizer_count += 1
-        if self._session.is_observed:
+        if is_observed(self._session.steps):
             count = _TENSORS if step else _FIRST_TENSORS
             self._before[optimizer] = self._parameters(optimizer, step, count)
 
@@ -198,7 +205,7 @@ class ModuleObserver:
 
     def steps(self, *_: Any) -> None:
         """Observe the calls after an optimizer step whose tensors are observed."""
-        if self._session.is_observed:
+        if is_observed(self._session.steps):
             self.begins()
 
     def compiles(self, *_: Any, **__: Any) -> None:

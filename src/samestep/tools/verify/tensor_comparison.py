@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from samestep.strategies.fsdp_dtensors import Division
+from samestep.strategies.dtensors import Division
 from samestep.view.rows_tensor import gathered
 
 # Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samestep.strategies import fsdp_dtensors as dtensors
+from samestep.strategies import dtensors
 
 ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "add": lambda a, b, c: a.add(b, alpha=0.377),
