@@ -55,10 +55,10 @@ def parallel(
 
     Args:
         module: a module with equal parameters on all ranks.
-        strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter; make
-            optimizers afterwards. `hsdp`: `fsdp` within groups of ranks. `tp`: matrix products
-            divided between ranks. `pp`: consecutive layers on different ranks. None: that of
-            `samestep.init`, otherwise `ddp`.
+        strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter.
+            `hsdp`: `fsdp` within groups of ranks. `tp`: matrix products divided between ranks; with
+            these three, make optimizers afterwards. `pp`: consecutive layers on different ranks.
+            None: that of `samestep.init`, otherwise `ddp`.
         reduction: `fast`: results are equal to those of one process to rounding. `exact`: the same
             bits on every number of processes up to `microbatches`. Each microbatch is computed
             alone, on one thread, by deterministic kernels and uncompiled.

@@ -11,18 +11,16 @@ from __future__ import annotations
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import CellType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from samestep.config.exclusions import excluded
 from samestep.distributed.collective_check import script_line
-from samestep.strategies.divided_parameters import divided_like, full_tensor
+from samestep.strategies.divided_parameters import divided_like
 
 # To the storage of a tensor without aliases: the tensor, and the object that counts.
 _OWN_REFERENCES = 2
@@ -141,27 +139,3 @@ def _aliases(former: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         if candidate.layout is torch.strided and candidate.untyped_storage().data_ptr() in storages:
             aliases.append(candidate)
     return aliases
-
-
-@contextmanager
-def complete_in_files(before_gather: Callable[[], Any]) -> Iterator[None]:
-    """Save divided tensors as complete ones inside the block: rank 0 writes the parts of all.
-
-    Args:
-        before_gather: requires that all ranks save the same.
-    """
-
-    def reduce(tensor: DTensor, protocol: Any) -> Any:
-        before_gather()
-        full = full_tensor(tensor.detach())
-        if isinstance(tensor, nn.Parameter):
-            full = nn.Parameter(full, requires_grad=tensor.requires_grad)
-        return full.__reduce_ex__(protocol)
-
-    divided: Any = DTensor
-    assert "__reduce_ex__" not in vars(divided)
-    divided.__reduce_ex__ = reduce
-    try:
-        yield
-    finally:
-        del divided.__reduce_ex__

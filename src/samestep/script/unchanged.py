@@ -214,11 +214,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     call_options = CallOptions(reduction=reduction, microbatches=microbatches)
     owner = partial(owner_of, options=call_options)
     if world.mesh is not None:
-        from samestep.script.held_parameters import complete_in_files  # slow, as all of fsdp
-
         owner = partial(_dividing_owner, owner, world)
-        place = "a divided tensor in a file"
-        stack.enter_context(complete_in_files(partial(view.any_rank, place=place)))
     stack.enter_context(OutermostCalls(owner, summary.records).installed())
     writer = stack.enter_context(one_writer(rank, size, folder, worker.rank_status))
     programs = FirstRankPrograms(rank, folder, worker.rank_status, writer.has_passed)

@@ -42,15 +42,13 @@ class DividedParameters(SavedParameters):
         return divided_like(parameter, full)
 
 
-class SplitParameters(SavedParameters):
-    """Parameters of a module with matrix products divided between ranks, for checkpoints.
+class StageParameters(DividedParameters):
+    """Parameters of a module with stages on different ranks, for checkpoints.
 
     Args:
         module: the module.
         split: its strategy.
     """
-
-    is_divided = True
 
     def __init__(self, module: nn.Module, split: Any) -> None:
         super().__init__(module)
@@ -62,30 +60,23 @@ class SplitParameters(SavedParameters):
     def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
         yield from self._split.full_values(self.local, values)
 
-    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        # State of an optimizer that is not divided, such as its number of steps.
-        if full.dim() != self.local[name].dim():
-            return full
-        part: torch.Tensor = self._split.local_part(self.local[name], full)
-        return part
-
 
 def divided_parameters(module: nn.Module) -> SavedParameters | None:
     """Return the parameters of a module for a checkpoint; None if each rank has all of them."""
     split = split_of(module)
     if split is not None:
-        return SplitParameters(module, split)
+        return StageParameters(module, split)
     if any(is_divided(parameter) for parameter in module.parameters()):
         return DividedParameters(module)
     return None
 
 
 def split_of(module: nn.Module) -> Any:
-    """Return the strategy that splits a module between ranks, if one does."""
+    """Return the strategy of a module with stages on different ranks, if it is one."""
     # An attribute of the class that `samestep.parallel` gives a module.
     owner = getattr(type(module), "_samestep_owner", None)
     strategy = getattr(owner, "strategy", None)
-    if getattr(strategy, "splits_module", False):
+    if getattr(strategy, "has_stages", False):
         return strategy
     return None
 
@@ -111,20 +102,20 @@ def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a module with full tensors under the names of the plain module.
 
-    Under `fsdp`, `hsdp`, `tp` and `pp`, `module.state_dict()` has the parts of this rank, and the
-    result copies of all parts; under `ddp` the result is `module.state_dict()`. Call it on every
-    rank. DTensors of `module.state_dict()` are gathered when every rank pickles them.
+    Under `fsdp`, `hsdp` and `tp`, `module.state_dict()` has DTensors, which are gathered when every
+    rank pickles them; under `pp` it has the parameters of the stage. The result has copies of all
+    parts; under `ddp` it is `module.state_dict()`. Call it on every rank.
 
     Args:
         module: a module, with divided calls or not.
     """
     state = dict(module.state_dict())
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            state[name] = full_tensor(value.detach())
     split = split_of(module)
     if split is not None:
         # With duplicates: a state dict has every name of a tied weight.
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            state[name] = split.full_tensor(parameter, parameter)
+            state[name] = split.full_tensor(parameter)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[name] = full_tensor(value.detach())
     return state

@@ -88,7 +88,11 @@ class Division:
     def divided(self, full: torch.Tensor, device: torch.device) -> DTensor:
         """Return a full tensor, which every rank has, with its parts on a device; no graph."""
         part = self.local_part(full.detach()).to(device)
-        return self._from_local(part.clone(memory_format=torch.contiguous_format), self.mesh)
+        return self.of_part(part.clone(memory_format=torch.contiguous_format))
+
+    def of_part(self, local: torch.Tensor) -> DTensor:
+        """Return the tensor with this rank's part; no graph."""
+        return self._from_local(local.detach(), self.mesh)
 
     def _from_local(self, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         # `run_check` would broadcast replicated values, which are equal on all ranks.
@@ -97,10 +101,16 @@ class Division:
         )
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, without a graph; other tensors as they are."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor  # private; `to_local` would belong to the graph
+    return tensor
+
+
 def full_value(tensor: DTensor) -> torch.Tensor:
     """Return the full value of a DTensor without a graph. A collective."""
-    local = tensor._local_tensor  # private; `to_local` would belong to the graph
-    return Division.of(tensor).full_tensor(local.detach())
+    return Division.of(tensor).full_tensor(local_part(tensor).detach())
 
 
 # --- in a graph ----------------------------------------------------------------------------------
@@ -123,6 +133,22 @@ def gathered(
     division = Division.of(cast(DTensor, parameter))
     device = parameter.device
     return crossing([parameter], lambda value: [full(value)], back)[0]
+
+
+def local_in_graph(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor; its gradient becomes a DTensor. Differentiable."""
+    divided: Any = parameter
+    part = divided._local_tensor
+    spec = divided._spec
+
+    def whole(own: torch.Tensor) -> list[torch.Tensor]:
+        # Not `from_local`, which takes longer than all else here.
+        return [DTensor(own.detach(), spec, requires_grad=False)]
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        return crossing([gradient], whole, lambda again: [local_in_graph(again)])
+
+    return crossing([parameter], lambda _: [part.detach()], back)[0]
 
 
 def _divided(full: torch.Tensor, division: Division, device: torch.device) -> torch.Tensor:
@@ -200,10 +226,12 @@ class _Propagation:
         if self.is_exact:
             # Draws, too: they are in neither list.
             is_whole = not _has_equal_parts(operation, arguments)
-        if is_whole and any(map(_has_parts, tree_leaves((arguments, options)))):
+        if is_whole and any(map(has_parts, tree_leaves((arguments, options)))):
             return _whole(operation, arguments, options)
         try:
             return self.before(operation, arguments, options, *others)
+        except NotImplementedError:  # torch has no rule for the operation
+            return _whole(operation, arguments, options)
         except RuntimeError:  # torch writes into no tensor with fewer rows than ranks, for example
             if not written:
                 raise
@@ -218,7 +246,8 @@ def _complete_sum(tensor: DTensor) -> None:
     tensor._spec = complete._spec
 
 
-def _has_parts(value: Any) -> bool:
+def has_parts(value: Any) -> bool:
+    """Whether a value is a DTensor of which ranks have parts, or summands."""
     if not isinstance(value, DTensor):
         return False
     return not all(placement.is_replicate() for placement in value.placements)

@@ -11,12 +11,10 @@ gathered parameters.
 from __future__ import annotations
 
 import os
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,23 +28,28 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.config import StrategyConfig
 from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
-from samestep.strategies.dtensors import Division, as_divided, compute_whole, gathered
+from samestep.strategies.divided_parameters import is_divided
+from samestep.strategies.dtensor_parameters import (
+    FormerParameters,
+    complete_arguments,
+    divide_loaded_state,
+    full_in_places,
+    keep_written,
+    load_full,
+)
+from samestep.strategies.dtensors import compute_whole, full_value, gathered
 from samestep.strategies.fsdp_gathers import (
     GatheredHub,
     Gathers,
     ShardedParameters,
     Unit,
-    outside_inference_mode,
 )
-from samestep.view.module_tensors import ParameterSlots, replaced
 from samestep.view.recomputation import recomputation_inside
 from samestep.view.strategy import Call, CallParameters, Strategy
 
@@ -65,7 +68,7 @@ class Sharded(Strategy):
         super().__init__(*arguments)
         self.is_exact = is_exact
         self._gathers = Gathers()
-        self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._former: FormerParameters | None = None
         self._parameters: ShardedParameters | None = None
         self._process = os.getpid()
 
@@ -73,40 +76,20 @@ class Sharded(Strategy):
         compute_whole(is_exact=self.is_exact)
         # `fully_shard` gives modules other classes, which scripts would see.
         classes = {part: type(part) for part in module.modules()}
-        slots = ParameterSlots(module)
-        places = [
-            (part, name, one)
-            for part in classes
-            for name, one in part._parameters.items()
-            if one is not None
-        ]
+        self._former = FormerParameters(module)
         if any(map(is_divided, module.parameters())):
             shard_remainder(module, self._world)
         else:
             shard_model(module, self._world)
-        mapping: dict[torch.Tensor, torch.Tensor] = {}
-        for part, name, one in places:
-            present = part._parameters[name]
-            if present is None or present is one:
-                continue
-            mapping[one] = present
-            # Weak: these have the memory of the full parameters.
-            self._replaced[id(one)] = weakref.ref(one)
-            if present.requires_grad:
-                # Not a weak reference: the parameters of a module with weak ones cannot be moved.
-                division = Division.of(cast(DTensor, present))
-                present.register_hook(partial(as_divided, division, present.device))
-        # Lists of parameters, as recurrent layers have.
-        for container, key, _, divided in slots.entries(mapping):
-            container[key] = divided
+        self._former.replace()
         self._gathers.units += [
             Unit(part, own_class, self._gathers)
             for part, own_class in classes.items()
             if isinstance(part, FSDPModule)
         ]
         # A copy of a divided module has this hook already.
-        if _load_full not in module._load_state_dict_pre_hooks.values():
-            module.register_load_state_dict_pre_hook(_load_full)
+        if load_full not in module._load_state_dict_pre_hooks.values():
+            module.register_load_state_dict_pre_hook(load_full)
 
     def of_copy(self) -> Sharded:
         return type(self)(
@@ -115,32 +98,12 @@ class Sharded(Strategy):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide state that was loaded from a file, and require that no parameter is undivided."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                reference = self._replaced.get(id(parameter))
-                # By identity, too: a later object can have the id of a freed one.
-                if reference is not None and reference() is parameter:
-                    raise InputError(
-                        f"{type(optimizer).__name__} has parameters from before samestep.parallel "
-                        "divided them",
-                        expected="an optimizer of the divided parameters",
-                        fix="make the optimizer after samestep.parallel",
-                        code="E_OPTIMIZER",
-                    )
-        for parameter, state in optimizer.state.items():
-            if not isinstance(parameter, DTensor):
-                continue
-            for name, value in state.items():
-                is_complete = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-                if is_complete and value.shape == parameter.shape:
-                    state[name] = divided_like(parameter, value)
+        assert self._former is not None
+        self._former.require_others(optimizer)
+        divide_loaded_state(optimizer)
 
     def arguments(self, arguments: Any) -> Any:
-        """Return the arguments of a call with complete tensors: `weight.new_zeros` is divided."""
-        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments)):
-            return arguments  # the containers themselves, into which a forward may write
-        with torch._C._DisableFuncTorch():
-            return tree_map_only(DTensor, gathered, arguments)
+        return complete_arguments(arguments)
 
     def parameters(self, call: Call) -> CallParameters:
         for unit in self._gathers.units:
@@ -164,36 +127,22 @@ class Sharded(Strategy):
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; each rank keeps its part of their gradients."""
+
+        def full(parameter: nn.Parameter) -> torch.Tensor | None:
+            return gathered(parameter) if isinstance(parameter, DTensor) else None
+
         again = recomputation_inside(lambda: self.whole(module))
-        with self._gathered(module, gathered) as mapping, again:
+        with full_in_places(module, full, self._process) as mapping, again:
             yield
-        for one, full in mapping.items():
-            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
-            # write, too.
-            own = divided_like(one, full)
-            if not torch.equal(own._local_tensor, one._local_tensor):
-                with torch.no_grad():
-                    one.copy_(own)
+        keep_written(mapping)
 
     def complete(self, module: nn.Module) -> AbstractContextManager[Any]:
-        def leaf(parameter: DTensor) -> nn.Parameter:
-            return nn.Parameter(full_tensor(parameter.detach()), parameter.requires_grad)
+        def leaf(parameter: nn.Parameter) -> nn.Parameter | None:
+            if not isinstance(parameter, DTensor):
+                return None
+            return nn.Parameter(full_value(parameter), parameter.requires_grad)
 
-        return self._gathered(module, leaf)
-
-    @contextmanager
-    def _gathered(
-        self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]
-    ) -> Iterator[Mapping[DTensor, torch.Tensor]]:
-        if os.getpid() != self._process:  # the other ranks would wait for a child
-            raise excluded("gathers in a child process", type(module).__name__)
-        mapping: dict[Any, torch.Tensor] = {}
-        with outside_inference_mode(), torch._C._DisableFuncTorch():
-            for one in module.parameters():
-                if isinstance(one, DTensor):
-                    mapping[one] = full(one)
-        with replaced(ParameterSlots(module).entries(mapping)):
-            yield mapping
+        return full_in_places(module, leaf, self._process)
 
 
 class Gathered(Sharded):
@@ -222,16 +171,6 @@ class Gathered(Sharded):
                 )
         self._hub.gather()
         return self._hub
-
-
-def _load_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Divide full tensors of a state dict, so that `load_state_dict` takes those of any layout."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        value: Any = state_dict.get(prefix + name)
-        is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        # Torch reports a difference of shapes.
-        if isinstance(parameter, DTensor) and is_full and value.shape == parameter.shape:
-            state_dict[prefix + name] = divided_like(parameter, value)
 
 
 # --- division of a model -------------------------------------------------------------------------

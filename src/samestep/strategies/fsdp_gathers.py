@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 from samestep.config.exclusions import excluded
 from samestep.reduce.fast import Reduction
 from samestep.strategies.divided_parameters import full_tensor
-from samestep.strategies.dtensors import gathered
+from samestep.strategies.dtensor_parameters import outside_inference_mode
+from samestep.strategies.dtensors import gathered, local_part
 from samestep.view.crossings import CallExchange
 from samestep.view.gradient_sums import Hub
 from samestep.view.module_tensors import is_in_place
@@ -352,20 +353,24 @@ class GatheredHub(Hub):
         self._all = [(id(one), one.requires_grad) for one in (*trained, *frozen)]
         divided = [one for one in (*trained, *frozen) if isinstance(one, DTensor)]
         self._complete: dict[torch.Tensor, _Complete] = {one: _Complete(one) for one in divided}
-        self._parameters = {one.full: one.parameter for one in self._complete.values()}
+        self._frozen: list[torch.Tensor] = list(frozen)
         self._backward = -1
         self._before_backward = before_reduction
         self._stays = False  # a graph of gradients needs the values at an unknown time
-        whole = [self._complete[one].full if isinstance(one, DTensor) else one for one in trained]
-        super().__init__(module, whole, reduction, before_reduction)
+        super().__init__(module, trained, reduction, before_reduction)
+
+    @staticmethod
+    def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+        return local_part(tensor)
+
+    def _in_graph(self, parameter: torch.Tensor) -> torch.Tensor:
+        if isinstance(parameter, DTensor):
+            return self._complete[parameter].full
+        return parameter
 
     def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        mapping: dict[torch.Tensor, torch.Tensor] = {
-            one.parameter: one.full for one in self._complete.values()
-        }
-        for full, replacement in super()._mapping(replacements).items():
-            mapping[self._parameters.get(full, full)] = replacement
-        return mapping
+        mapping = {one: self._complete[one].full for one in self._frozen}
+        return {**mapping, **super()._mapping(replacements)}
 
     def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters, in the same places. Their values may be others."""
@@ -431,14 +436,6 @@ class _Complete:
 
     def free(self) -> None:
         self._storage.resize_(0)
-
-
-@contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Make tensors inside the block that count their versions, and can be written later."""
-    has_gradients = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
-        yield
 
 
 def _nothing() -> None:

@@ -1,6 +1,6 @@
-"""Norms and overflows of gradients with parts on different ranks, for clipping and scaling.
+"""Norms and overflows of gradients of stages on different ranks, for clipping and scaling.
 
-Torch's clipping and gradient scaler read `.grad`, which is the part of one rank, and would decide
+Torch's clipping and gradient scaler read `.grad` of the stage of a rank, and would decide
 differently on each. Their functions are replaced in this process once a module is split; gradients
 of other modules reach the functions that were there before.
 """
@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 
 from samestep.distributed.device_reads import device_reads
 from samestep.errors import InputError
+from samestep.strategies.dtensors import local_part
 from samestep.view.messages import Ranks
 
 TotalNorm = Callable[..., torch.Tensor]
@@ -72,17 +73,15 @@ class _Part:
                 if one.grad is not None and id(one.grad) in asked
             }
             # A rank without gradients of its stage takes part, too.
-            if not own and (gradients or not split.has_stages):
+            if not own and gradients:
                 return before(gradients, norm_type, error_if_nonfinite, foreach)
             others = [gradient for gradient in gradients if id(gradient) not in own]
             if split.is_exact:
                 # Complete gradients in one order: another sum has other bits.
                 values = {name: {"": one.grad} for name, one in own.values()}
                 full = {name: value for name, _, value in split.full_values(parameters, values)}
+                # This rank does not know the script's order.
                 every = [*full.values(), *others]
-                if not split.has_stages:  # otherwise this rank does not know the script's order
-                    names = {id(one.grad): name for name, one in own.values()}
-                    every = [full[names[id(one)]] if id(one) in names else one for one in gradients]
                 return before(every, norm_type, error_if_nonfinite, foreach)
             if norm_type <= 0:
                 raise InputError(
@@ -92,7 +91,7 @@ class _Part:
                     code="E_VALUE",
                 )
             counted = {key for key, (_, one) in own.items() if split.counts(one)}
-            parts = [gradient for gradient in gradients if id(gradient) in counted]
+            parts = [local_part(gradient) for gradient in gradients if id(gradient) in counted]
             norms = [split.norm_of_parts(parts, float(norm_type), self._ranks)]
             if others:
                 norms.append(device_reads.copy(before(others, norm_type, False, foreach).double()))

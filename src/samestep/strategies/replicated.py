@@ -14,6 +14,7 @@ from samestep.view.strategy import Call, Strategy
 class HubStrategy(Strategy):
     """Strategy with one hub, which sums the gradients of the parameters of this rank."""
 
+    hub_class: type[Hub] = Hub
     _hub: Hub | None = None
     _is_deferred = False
 
@@ -34,7 +35,7 @@ class HubStrategy(Strategy):
         # The script may have replaced, moved or frozen parameters since the last call.
         if self._hub is None or not self._hub.is_current(own):
             self.require_no_pending()
-            self._hub = Hub(call.module, own, self.reduction, before_reduction)
+            self._hub = self.hub_class(call.module, own, self.reduction, before_reduction)
             self._hub.is_deferred = self._is_deferred
         return self._hub
 

@@ -1,12 +1,13 @@
 """Models that are split between ranks: tensor parallelism, pipelines, and their products.
 
-Ranks of one tensor axis or pipeline own the same rows of a batch. Between calls each rank has its
-part of a divided parameter, in the same `nn.Parameter`; a parameter of another stage has the memory
-of one element. Whole calls, trials and copies compute with gathered parameters.
+Ranks of one tensor axis or pipeline own the same rows of a batch. Between calls, parameters are
+DTensors of a tensor axis; a parameter of another stage has the memory of one element. Whole calls,
+trials and copies compute with gathered parameters.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,22 +17,41 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from samestep.config.exclusions import excluded
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction, Reduction
-from samestep.strategies.divided_parameters import split_of
+from samestep.strategies.divided_parameters import is_divided, split_of
+from samestep.strategies.dtensor_parameters import (
+    FormerParameters,
+    complete_arguments,
+    divide_loaded_state,
+    full_in_places,
+    keep_written,
+    load_full,
+)
+from samestep.strategies.dtensors import (
+    Division,
+    as_divided,
+    compute_whole,
+    gathered,
+    has_parts,
+    local_part,
+)
 from samestep.strategies.gradient_norm import norm_of_ranks, share_norms
+from samestep.strategies.local_parts import LocalHub, LocalParts
 from samestep.strategies.pipeline.partition import require_single_uses
 from samestep.strategies.pipeline.stage import Later, Stage, StageOperations
 from samestep.strategies.replicated import HubStrategy
-from samestep.strategies.split_optimizer_trial import require_update_by_parts
-from samestep.strategies.tensor import Place, TensorParallel
+from samestep.strategies.stage_optimizer_trial import require_update_by_stages
+from samestep.strategies.tensor import TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
 from samestep.view.crossings import crossing
 from samestep.view.gradient_sums import Hub
 from samestep.view.messages import Ranks
-from samestep.view.module_tensors import Entry, ParameterSlots, replaced
+from samestep.view.module_tensors import Entry, replaced
 from samestep.view.recomputation import recomputation_inside
 from samestep.view.strategy import Call, CallParameters
 
@@ -74,7 +94,9 @@ class Split(HubStrategy):
         self.is_exact = is_exact
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
-        self._places: dict[nn.Parameter, Place] = {}
+        self._former: FormerParameters | None = None
+        self._locals = LocalParts()
+        self._process = os.getpid()
         self._tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.elsewhere: set[str] = set()  # keys of other stages, during `load_state_dict`
 
@@ -90,24 +112,36 @@ class Split(HubStrategy):
         """
         shape = self._world.mesh_shape
         if shape.tensor > 1 or self._slices > 1:
-            # One rank can divide products into slices, too: the number of slices decides the bits.
-            world = World(0, 1, self._world.device, self._world.session)
-            if shape.tensor > 1:
-                world = self._connected("tensor")
-            self._tensor = TensorParallel(module, Slicing(self._slice_count(), world), self._plan)
-            self._places = self._tensor.parameters
+            self._divide_products(module)
         if shape.pipeline > 1:
             world = self._connected("pipeline")
             self.has_stages = True
             self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
             if self.is_exact:
                 require_single_uses(module, self._stage.partition)
-        # A copy of a divided module has these hooks already.
-        if _load_parts not in module._load_state_dict_pre_hooks.values():
-            module.register_load_state_dict_pre_hook(_load_parts)
-            module.register_load_state_dict_post_hook(_accept_parts)
-        if self._world.size > 1:
+            # A copy of a divided module has these hooks already.
+            if _load_stages not in module._load_state_dict_pre_hooks.values():
+                module.register_load_state_dict_pre_hook(_load_stages)
+                module.register_load_state_dict_post_hook(_accept_stages)
             share_norms(self, module, Ranks(self._world))
+
+    def _divide_products(self, module: nn.Module) -> None:
+        mesh: DeviceMesh | None = None
+        # One rank can divide products into slices, too: the number of slices decides the bits.
+        world = World(0, 1, self._world.device, self._world.session)
+        if self._world.mesh_shape.tensor > 1:
+            assert self._world.mesh is not None
+            compute_whole(is_exact=self.is_exact)
+            world = self._connected("tensor")
+            mesh = self._world.mesh["tensor"]
+            self.hub_class = LocalHub
+            self._former = FormerParameters(module)
+            if load_full not in module._load_state_dict_pre_hooks.values():
+                module.register_load_state_dict_pre_hook(load_full)
+        slicing = Slicing(self._slice_count(), world)
+        self._tensor = TensorParallel(module, slicing, self._plan, mesh)
+        if self._former is not None:
+            self._former.replace()
 
     def _connected(self, axis: str) -> World:
         assert self._world.mesh is not None
@@ -116,33 +150,30 @@ class Split(HubStrategy):
         return world
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Require that the optimizer needs no parts of other ranks.
+        """Require an optimizer of these parameters, which needs none of other stages.
 
         Raises:
-            InputError: the optimizer does.
+            InputError: it was made before the division, or needs parameters of other stages.
         """
-        if optimizer in self._tried:
+        if self._former is not None:
+            self._former.require_others(optimizer)
+            divide_loaded_state(optimizer)
+        if self._stage is None or optimizer in self._tried:
             return
         self._tried.add(optimizer)
-        divided: dict[torch.Tensor, int] = {}
-        if self._world.mesh_shape.tensor > 1:
-            divided = {parameter: place.dim for parameter, place in self._places.items()}
         updated = {one for group in optimizer.param_groups for one in group["params"]}
         # Optimizers of other modules are not tried.
-        if self._stage is not None and not updated.isdisjoint(self._stage.users):
-            require_update_by_parts(optimizer, divided, has_stages=True)
-        elif not updated.isdisjoint(divided):
-            require_update_by_parts(optimizer, divided, has_stages=False)
+        if not updated.isdisjoint(self._stage.users):
+            require_update_by_stages(optimizer)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts its gradient of a parameter in a norm over all ranks."""
         if not self._is_source(parameter):
             return False
-        mesh = self._world.mesh
-        if parameter in self._places or mesh is None or self._world.mesh_shape.tensor == 1:
+        if self._tensor is None or has_parts(parameter):
             return True
         # All ranks of the tensor axis have the same gradient of a complete parameter.
-        return mesh.get_local_rank("tensor") == 0
+        return self._tensor.slicing.rank == 0
 
     def norm_of_parts(
         self, parts: Sequence[torch.Tensor], order: float, ranks: Ranks
@@ -168,7 +199,10 @@ class Split(HubStrategy):
     # --- divided calls ---------------------------------------------------------------------------
 
     def parameters(self, call: Call) -> CallParameters:
+        if self._former is not None:
+            self._require_divided()
         hub: Hub | None = None
+        own: list[nn.Parameter] = []
         if torch.is_grad_enabled():
             own = [parameter for parameter in call.parameters() if self.has(parameter)]
             before = self._before_reduction
@@ -176,10 +210,28 @@ class Split(HubStrategy):
                 # Stages reach their sums one after another: the word is sent at the beginning.
                 before = _nothing
             hub = self.hub(call, own, before)
+            if isinstance(hub, LocalHub):
+                hub.note_writes()
         operations: StageOperations | None = None
         if self._stage is not None:
             operations = StageOperations(call.operations)
-        return _SplitParameters(hub, self._stage, self._tensor, operations)
+        others: list[Entry] = []
+        if self._former is not None:
+            others = self._locals.entries(call.module, own)
+        return _SplitParameters(hub, others, self._stage, self._tensor, operations)
+
+    def _require_divided(self) -> None:
+        assert self._tensor is not None
+        for place in self._tensor.parameters.values():
+            own = place.module._parameters.get(place.key)
+            if own is None or not is_divided(own):
+                names = (place.key, type(place.module).__name__)
+                raise excluded("a parameter that is not divided", *names)
+
+    def arguments(self, arguments: Any) -> Any:
+        if self._former is None:
+            return arguments
+        return complete_arguments(arguments)
 
     def has(self, parameter: nn.Parameter) -> bool:
         return self._stage is None or self._stage.number in self._stage.users[parameter]
@@ -199,47 +251,43 @@ class Split(HubStrategy):
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; own parts of gradients and values are kept."""
         again = recomputation_inside(lambda: self.whole(module))
-        with self._gathered(module, self._full_in_graph) as mapping, again:
+        with full_in_places(module, self._full_in_graph, self._process) as mapping, again:
             yield
-        for one, full in mapping.items():
-            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
-            # write, too.
-            if self.has(one) and not torch.equal(own := self.local_part(one, full.detach()), one):
-                with torch.no_grad():
-                    one.copy_(own)
+        keep_written({one: full for one, full in mapping.items() if self.has(one)})
 
     def complete(self, module: nn.Module) -> AbstractContextManager[Any]:
-        def leaf(parameter: nn.Parameter) -> nn.Parameter:
-            return nn.Parameter(self.full_tensor(parameter, parameter), parameter.requires_grad)
+        def leaf(parameter: nn.Parameter) -> nn.Parameter | None:
+            if not self._is_part(parameter):
+                return None
+            return nn.Parameter(self.full_tensor(parameter), parameter.requires_grad)
 
-        return self._gathered(module, leaf)
+        return full_in_places(module, leaf, self._process)
 
-    @contextmanager
-    def _gathered(
-        self, module: nn.Module, full: Callable[[nn.Parameter], torch.Tensor]
-    ) -> Iterator[Mapping[Any, torch.Tensor]]:
+    def _is_part(self, parameter: nn.Parameter) -> bool:
         # Under a pipeline all of them, in one order: each is a broadcast between the stages.
-        mapping: dict[Any, torch.Tensor] = {
-            parameter: full(parameter)
-            for parameter in module.parameters()
-            if self._stage is not None or parameter in self._places
-        }
-        with replaced(ParameterSlots(module).entries(mapping)):
-            yield mapping
+        return self._stage is not None or is_divided(parameter)
 
-    def _full_in_graph(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _full_in_graph(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the full parameter; every rank has its whole gradient, and keeps the own part."""
+        if not self._is_part(parameter):
+            return None
+        if self._stage is None:
+            return gathered(parameter)
 
         def back(gradient: torch.Tensor) -> list[Any]:
             if not self.has(parameter):
                 return [None]
-            return [self.local_part(parameter, gradient)]
+            if is_divided(parameter):
+                divided: Any = parameter
+                return [as_divided(Division.of(divided), parameter.device, gradient)]
+            return [gradient]
 
-        return crossing([parameter], lambda own: [self.full_tensor(parameter, own)], back)[0]
+        return crossing([parameter], lambda _: [self.full_tensor(parameter)], back)[0]
 
-    def full_tensor(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of a parameter, or of its optimizer state. A collective."""
-        return self._joined(parameter, local.detach(), is_like=True)
+    def full_tensor(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the full value of a parameter. A collective."""
+        local = local_part(parameter.detach())
+        return self._joined(parameter, local, is_part=is_divided(parameter))
 
     def full_values(
         self, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Mapping[str, Any]]
@@ -252,51 +300,44 @@ class Split(HubStrategy):
         """
         # A weight of several stages comes from the first of them.
         own = {name: slots for name, slots in values.items() if self._is_source(parameters[name])}
-        # Dtype and shape of tensors, with None for the shape of the parameter; other values have no
-        # dtype.
+        # Dtype of tensors, whether they are DTensors, and the shape of the own part; other values
+        # have no dtype.
         facts: dict[str, dict[str, list[Any]]] = {name: {} for name in own}
         for name, slots in own.items():
             for slot, value in slots.items():
-                facts[name][slot] = [None, value]
+                facts[name][slot] = [None, False, value]
                 if isinstance(value, torch.Tensor):
-                    is_like = value.shape == parameters[name].shape
-                    shape = None if is_like else list(value.shape)
-                    facts[name][slot] = [str(value.dtype).removeprefix("torch."), shape]
-        if self._stage is not None:  # ranks of other stages have no values of these parameters
-            every = all_gather(facts, self._world)
-            facts = {name: slots for rank in every for name, slots in rank.items()}
+                    dtype = str(value.dtype).removeprefix("torch.")
+                    facts[name][slot] = [dtype, is_divided(value), list(local_part(value).shape)]
+        # Ranks of other stages have no values of these parameters.
+        every = all_gather(facts, self._world)
+        facts = {name: slots for rank in every for name, slots in rank.items()}
         for name, parameter in parameters.items():
-            for slot, (dtype, fact) in facts.get(name, {}).items():
+            for slot, (dtype, is_part, fact) in facts.get(name, {}).items():
                 if dtype is None:
                     yield name, slot, fact
                     continue
                 if name in own:
                     # Adam's number of steps is on the CPU; other ranks receive on their device.
-                    local = own[name][slot].detach().to(self._world.device)
+                    local = local_part(own[name][slot].detach()).to(self._world.device)
                 else:
-                    full_shape = parameter.shape if fact is None else fact
                     kind = getattr(torch, dtype)
-                    local = torch.empty(full_shape, dtype=kind, device=self._world.device)
-                yield name, slot, self._joined(parameter, local, is_like=fact is None)
+                    local = torch.empty(fact, dtype=kind, device=self._world.device)
+                yield name, slot, self._joined(parameter, local, is_part=is_part)
 
     def _joined(
-        self, parameter: nn.Parameter, local: torch.Tensor, *, is_like: bool
+        self, parameter: nn.Parameter, local: torch.Tensor, *, is_part: bool
     ) -> torch.Tensor:
         if self._stage is not None:
             # Stages first: each rank of the tensor axis needs its own part before parts are joined.
             local = self._stage.full_tensor(local, self._stage.users[parameter][0])
-        if is_like and self._tensor is not None and parameter in self._places:
-            return self._tensor.full_tensor(self._places[parameter], local)
+        if is_part:
+            divided: Any = parameter
+            return Division.of(divided).full_tensor(local)
         return local
 
     def _is_source(self, parameter: nn.Parameter) -> bool:
         return self._stage is None or self._stage.users[parameter][0] == self._stage.number
-
-    def local_part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor of a parameter, as a view."""
-        if self._tensor is not None and parameter in self._places:
-            return self._tensor.local_part(self._places[parameter], full)
-        return full
 
 
 class _SplitParameters(CallParameters):
@@ -304,6 +345,7 @@ class _SplitParameters(CallParameters):
 
     Args:
         hub: hub of the own parameters; None without gradients.
+        others: places of DTensors without a hub, and this rank's parts.
         stage: stage of this rank, if there is a pipeline.
         tensor: divided products, if there are any.
         operations: operations of all stages in calls of the kind, if there is a pipeline.
@@ -314,6 +356,7 @@ class _SplitParameters(CallParameters):
     def __init__(
         self,
         hub: Hub | None,
+        others: list[Entry],
         stage: Stage | None,
         tensor: TensorParallel | None,
         operations: StageOperations | None,
@@ -322,11 +365,16 @@ class _SplitParameters(CallParameters):
             self.anchors = hub.anchors
         self.placed: list[torch.Tensor] = []
         self._hub = hub
+        self._others = others
         self._stage = stage
         self._tensor = tensor
         self._operations = operations
         self._shared: list[tuple[list[Entry], list[torch.Tensor]]] = []  # of the own slices
         self._finished = 0
+
+    def begin_backward(self) -> None:
+        if isinstance(self._hub, LocalHub):
+            self._hub.note_writes()
 
     def aliases(self, position: int) -> list[torch.Tensor]:
         if self._hub is None:
@@ -348,7 +396,11 @@ class _SplitParameters(CallParameters):
 
     @contextmanager
     def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
-        with self._leaves_in_place(leaves), self._divided_weights():
+        with (
+            self._leaves_in_place(leaves),
+            replaced(self._others),
+            self._divided_weights(),
+        ):
             yield
 
     def _leaves_in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
@@ -365,7 +417,11 @@ class _SplitParameters(CallParameters):
                 shared = self._stage.shared_weights()
                 self.placed += shared[1]
             self._shared.append(shared)
-        with replaced(self._shared[position][0]), self._divided_weights():
+        with (
+            replaced(self._others),
+            replaced(self._shared[position][0]),
+            self._divided_weights(),
+        ):
             yield
 
     def _divided_weights(self) -> AbstractContextManager[None]:
@@ -390,8 +446,8 @@ class _SplitParameters(CallParameters):
         return result
 
 
-def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace full tensors of a state dict by own parts, and remove those of other stages."""
+def _load_stages(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Remove the parameters of other stages from a state dict."""
     split = split_of(module)
     if split is None:  # of a copy of a module, with the hooks of the original
         return
@@ -400,12 +456,9 @@ def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
         if key in state_dict and not split.has(parameter):
             split.elsewhere.add(key)
             del state_dict[key]
-        elif key in state_dict and state_dict[key].shape != parameter.shape:
-            # Of a plain module; parts from `state_dict` of a divided one stay as they are.
-            state_dict[key] = split.local_part(parameter, state_dict[key])
 
 
-def _accept_parts(module: nn.Module, incompatible: Any) -> None:
+def _accept_stages(module: nn.Module, incompatible: Any) -> None:
     """Remove the keys of other stages from those that a state dict does not have."""
     split = split_of(module)
     if split is not None:

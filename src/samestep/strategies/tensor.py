@@ -23,9 +23,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import functional
 
 from samestep.errors import InputError
+from samestep.strategies.dtensors import Division
 from samestep.strategies.tensor_slices import (
     Parts,
     SlicedTensor,
@@ -179,13 +182,14 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 class TensorParallel:
     """Division of the matrix products of a module into slices, and of their parameters, in place.
 
-    All other parameters remain complete and equal on the ranks of the tensor axis, and so do their
-    gradients.
+    On several ranks all parameters become DTensors. Those outside of the plan remain complete and
+    equal on the ranks of the tensor axis, and so do their gradients.
 
     Args:
         module: the module.
         slicing: slices of all ranks.
         patterns: kinds of division by shell pattern of module names; empty for the built-in plan.
+        mesh: ranks of the tensor axis, if there are several.
 
     Attributes:
         parameters: places of the divided parameters.
@@ -194,7 +198,13 @@ class TensorParallel:
         InputError: there is no plan, or the plan does not fit the model or the number of slices.
     """
 
-    def __init__(self, module: nn.Module, slicing: Slicing, patterns: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        slicing: Slicing,
+        patterns: Mapping[str, str],
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         self.slicing = slicing
         self.parameters: dict[nn.Parameter, Place] = {}
         for name, kind in resolve_plan(module, patterns, slicing.count).items():
@@ -203,20 +213,28 @@ class TensorParallel:
                 parameter = part._parameters.get(key)
                 if parameter is not None:
                     self.parameters[parameter] = Place(part, key, f"{name}.{key}", dim, kind)
-        for parameter, place in self.parameters.items():
+        if mesh is not None:
+            self._divide(module, mesh)
+
+    def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Put DTensors into the tables of parameters; those outside of the plan stay complete."""
+        places = self.parameters
+        divided: dict[nn.Parameter, nn.Parameter] = {}
+        for one in module.parameters():
+            # Also complete ones: torch does not mix DTensors and others in one list.
+            placement: Placement = Replicate()
+            if one in places:
+                # Parts of one size: the plan requires sizes that the number of slices divides.
+                placement = Shard(places[one].dim)
+            division = Division(mesh, (placement,), one.shape, one.stride())
             # Cloned: a view would keep the full tensor in memory.
-            parameter.data = self.local_part(place, parameter.data).clone(
-                memory_format=torch.contiguous_format
-            )
-
-    def local_part(self, place: Place, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full parameter, or of its optimizer state, as a view."""
-        # Parts of one size: the plan requires sizes that the number of slices divides.
-        return full.chunk(self.slicing.ranks, place.dim)[self.slicing.rank]
-
-    def full_tensor(self, place: Place, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of a parameter, or of its optimizer state. A collective."""
-        return self.slicing.join([local], place.dim)
+            part = division.of_part(division.local_part(one.detach()).clone())
+            divided[one] = nn.Parameter(part, requires_grad=one.requires_grad)
+        for owner in module.modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is not None:
+                    owner._parameters[key] = divided[parameter]
+        self.parameters = {divided[one]: place for one, place in places.items()}
 
     def divided_weights(self) -> AbstractContextManager[None]:
         """Let the module compute with the tensors in the places of local parameters."""

@@ -89,8 +89,11 @@ class _HubBucket(Bucket):
     never be freed.
     """
 
-    def __init__(self, state: _State, parameters: Sequence[torch.Tensor]) -> None:
-        super().__init__(parameters)
+    def __init__(
+        self, state: _State, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__(tensors)
+        self.leaves = leaves  # the script's parameters, with their gradients
         self.sums: dict[Node, torch.Tensor] = {}  # flat gradients of own slices
         self.is_complete = False  # `sums` has the gradients of all own slices
         self.work: Any = None
@@ -197,7 +200,7 @@ class _HubBucket(Bucket):
         """Keep gradients for a later backward; return zeros where a parameter has none."""
         if self.pending is None:
             self.pending = flat
-            versions = [0 if one.grad is None else one.grad._version for one in self.parameters]
+            versions = [0 if one.grad is None else one.grad._version for one in self.leaves]
             self._versions = versions
 
             # `zero_grad` writes too: only writes between two accumulations are its own.
@@ -207,25 +210,25 @@ class _HubBucket(Bucket):
 
             self._hooks = [
                 one.register_post_accumulate_grad_hook(partial(note, index))
-                for index, one in enumerate(self.parameters)
+                for index, one in enumerate(self.leaves)
             ]
         # `.grad` exists from the first backward on, so that `zero_grad` can be seen.
         marks: list[torch.Tensor | None] = [None] * len(self.parameters)
-        for index, parameter in enumerate(self.parameters):
-            if self._has_gradient[index] and parameter.grad is None:
-                marks[index] = torch.zeros_like(parameter)
+        for index, leaf in enumerate(self.leaves):
+            if self._has_gradient[index] and leaf.grad is None:
+                marks[index] = torch.zeros_like(self.parameters[index])
         return marks
 
     def _pending_gradients(self, pending: torch.Tensor) -> torch.Tensor:
         """Return gradients of earlier backwards, without those that `zero_grad` has dropped."""
         for index, view in enumerate(self.views(pending)):
-            gradient = self.parameters[index].grad
+            gradient = self.leaves[index].grad
             if gradient is None:
                 self._versions[index] = 0
                 self.remove(pending, index)
             elif gradient._version != self._versions[index]:
                 self._versions[index] = gradient._version
-                if not gradient.any():
+                if not self._state.memory_of(gradient).any():
                     view.zero_()
         return pending
 
@@ -245,10 +248,17 @@ class _State:
         reduction: sums over all slices.
         is_deferred: whether gradients are kept for a later backward.
         buckets: the buckets of the hub.
+        memory_of: returns the tensor with the memory of a parameter, or of its gradient.
     """
 
-    def __init__(self, reduction: Reduction, before_reduction: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        reduction: Reduction,
+        before_reduction: Callable[[], None],
+        memory_of: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         self.reduction = reduction
+        self.memory_of = memory_of
         self.is_deferred = False
         self.buckets: list[_HubBucket] = []
         self._before_reduction = before_reduction
@@ -309,12 +319,13 @@ class Hub(CallParameters):
         reduction: Reduction,
         before_reduction: Callable[[], None],
     ) -> None:
-        self._places = [(parameter, _place(parameter)) for parameter in parameters]
-        plan = plan_buckets(parameters)
-        self._state = _State(reduction, before_reduction)
-        self._state.buckets += [
-            _HubBucket(self._state, [parameters[index] for index in members]) for members in plan
-        ]
+        self._places = [(one, _place(self.memory_of(one))) for one in parameters]
+        tensors = [self._in_graph(one) for one in parameters]
+        self._state = _State(reduction, before_reduction, self.memory_of)
+        for members in plan_buckets(tensors):
+            leaves = [parameters[index] for index in members]
+            own = [tensors[index] for index in members]
+            self._state.buckets.append(_HubBucket(self._state, leaves, own))
         self._slots = ParameterSlots(module)
         self._aliases: list[list[torch.Tensor]] = [[] for _ in reduction.own]
         self.anchors: list[torch.Tensor] = []
@@ -325,10 +336,17 @@ class Hub(CallParameters):
         self._entries = [self._slots.entries(self._mapping(aliases)) for aliases in self._aliases]
 
     def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        parameters = [
-            parameter for bucket in self._state.buckets for parameter in bucket.parameters
-        ]
+        parameters = [leaf for bucket in self._state.buckets for leaf in bucket.leaves]
         return dict(zip(parameters, replacements, strict=True))
+
+    @staticmethod
+    def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with the memory of a parameter, or of its gradient."""
+        return tensor
+
+    def _in_graph(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor of this rank for a parameter, in the graph of the parameter."""
+        return parameter
 
     def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters of the hub, in the same places with the same memory."""
@@ -337,7 +355,7 @@ class Hub(CallParameters):
         if not is_in_place(self._entries[0]):
             return False
         return all(
-            parameter is own and _place(parameter) == place
+            parameter is own and _place(self.memory_of(parameter)) == place
             for parameter, (own, place) in zip(parameters, self._places, strict=True)
         )
 

@@ -214,7 +214,9 @@ class ParameterSlots:
             if replacements[index] is not self.tensors[index]:
                 collected.append((container, key, self.tensors[index], replacements[index]))
         for container, key, value in self._nested:
-            collected.append((container, key, value, self._rebuilt(value, replacements)))
+            # Others can stand there by another mapping.
+            if any(tensor in mapping for tensor in _tensors(value)):
+                collected.append((container, key, value, self._rebuilt(value, replacements)))
         return collected
 
     def _rebuilt(self, value: Any, replacements: Sequence[torch.Tensor]) -> Any:

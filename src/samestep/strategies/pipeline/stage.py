@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from samestep.config import StrategyConfig
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.world import World
+from samestep.strategies.divided_parameters import is_divided
+from samestep.strategies.dtensors import local_part
 from samestep.strategies.pipeline.partition import (
     Partition,
     bind_inputs,
@@ -153,9 +155,18 @@ class Stage:
             users = self.partition.parameter_stages[name]
             self.users[parameter] = users
             if self.number not in users:
-                parameter.data = _placeholder(parameter)
+                self._release(parameter)
             elif parameter.requires_grad and len(users) > 1:
                 self._shared.append((parameter, users))
+
+    @staticmethod
+    def _release(parameter: nn.Parameter) -> None:
+        placeholder = _placeholder(local_part(parameter.detach()))
+        if is_divided(parameter):
+            divided: Any = parameter
+            divided._local_tensor = placeholder
+        else:
+            parameter.data = placeholder
 
     # --- parameters of all stages ----------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""Trial of an optimizer: whether it updates each part of the parameters without the other parts.
+"""Trial of an optimizer: whether it updates the parameters of a stage without those of others.
 
-Under tensor parallelism and in a pipeline, an optimizer sees the parts of one rank. Adam and SGD
-need no others. An optimizer that divides by the norm of a parameter, takes means over rows, or
-draws random numbers would compute other updates, which no comparison of ranks finds: their parts
-differ anyway. The trial updates small random tensors, together and part by part.
+In a pipeline, an optimizer sees the parameters of one stage. Adam and SGD need no others. An
+optimizer that uses values of all parameters, or draws random numbers, would compute other updates,
+which no comparison of ranks finds: their parameters differ anyway. The trial updates small random
+tensors, all together and in two halves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,38 +27,34 @@ _RELATIVE = 1e-5
 _ABSOLUTE = 1e-6
 
 
-def require_update_by_parts(
-    optimizer: Optimizer, divided: Mapping[torch.Tensor, int], *, has_stages: bool
-) -> None:
-    """Require that an optimizer computes the same updates from parts of the parameters.
+def require_update_by_stages(optimizer: Optimizer) -> None:
+    """Require that an optimizer computes the same updates without the parameters of other stages.
 
     Args:
         optimizer: the optimizer, before its first step; it is not changed.
-        divided: parameters that are divided between ranks, with the divided dimension.
-        has_stages: whether other ranks have other parameters.
 
     Raises:
         InputError: the optimizer does not, or cannot be copied for the trial.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    whole = _tensors(parameters, divided)
     name = type(optimizer).__name__
     device = parameters[0].device
+    generator = torch.Generator().manual_seed(0)
+    whole: list[torch.Tensor | None] = [
+        # float64: a difference is then a dependence, and not rounding.
+        torch.randn(
+            [min(size, _SIZE) for size in one.shape], generator=generator, dtype=torch.float64
+        )
+        for one in parameters
+    ]
     try:
         with preserved_generators(device):
             expected = _updated(optimizer, parameters, whole, device)
             is_same = True
             for half in range(2):
-                part = list(whole)
-                if divided:
-                    part = _halves(parameters, whole, divided, half)
-                if has_stages:
-                    part = [one if number % 2 == half else None for number, one in enumerate(part)]
+                part = [one if number % 2 == half else None for number, one in enumerate(whole)]
                 found = _updated(optimizer, parameters, part, device)
-                wanted: Sequence[torch.Tensor | None] = expected
-                if divided:
-                    wanted = _halves(parameters, expected, divided, half)
-                is_same &= all(map(_is_close, wanted, found))
+                is_same &= all(map(_is_close, expected, found))
     except Exception as error:
         raise InputError(
             f"{name} cannot be tried on parts of parameters: {type(error).__name__}: {error}",
@@ -68,41 +64,12 @@ def require_update_by_parts(
         ) from error
     if not is_same:
         raise InputError(
-            f"{name} computes the update of an element from other elements as well, and ranks have "
-            "parts of the parameters",
-            expected="under tp and pp, an optimizer that updates each element alone",
-            fix="use such an optimizer, as AdamW, or the strategy ddp or fsdp",
+            f"{name} computes the update of a parameter from other parameters as well, and ranks "
+            "have those of their stage",
+            expected="under pp, an optimizer that updates each parameter alone",
+            fix="use such an optimizer, as AdamW, or the strategy ddp, fsdp or tp",
             code="E_OPTIMIZER",
         )
-
-
-def _tensors(
-    parameters: Sequence[torch.Tensor], divided: Mapping[torch.Tensor, int]
-) -> list[torch.Tensor | None]:
-    """Return small random tensors with the dimensions of parameters."""
-    generator = torch.Generator().manual_seed(0)
-    tensors: list[torch.Tensor | None] = []
-    for parameter in parameters:
-        shape = [min(size, _SIZE) for size in parameter.shape]
-        if parameter in divided:
-            shape[divided[parameter]] = _SIZE  # even: it has two halves
-        # float64: a difference is then a dependence, and not rounding.
-        tensors.append(torch.randn(shape, generator=generator, dtype=torch.float64))
-    return tensors
-
-
-def _halves(
-    parameters: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor | None],
-    divided: Mapping[torch.Tensor, int],
-    half: int,
-) -> list[torch.Tensor | None]:
-    """Return one half of each divided tensor, and the other tensors."""
-    parts = list(tensors)
-    for number, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
-        if tensor is not None and parameter in divided:
-            parts[number] = tensor.chunk(2, divided[parameter])[half]
-    return parts
 
 
 def _updated(
@@ -119,7 +86,7 @@ def _updated(
     for parameter, tensor in zip(parameters, tensors, strict=True):
         if tensor is None:
             # Of another stage: without a gradient, as after `backward` of a rank.
-            replaced[id(parameter)] = torch.nn.Parameter(torch.zeros_like(parameter))
+            replaced[id(parameter)] = torch.nn.Parameter(torch.zeros(parameter.shape))
             updated.append(None)
             continue
         copied = torch.nn.Parameter(tensor.to(device, copy=True))
@@ -168,7 +135,9 @@ def _copy(optimizer: Optimizer, replaced: dict[int, Any]) -> Any:
 
 def _state(value: Any, parameter: torch.Tensor, small: torch.Tensor) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape:
-        return torch.full_like(small, float(value.flatten()[0]))
+        # Of a DTensor, the part of this rank.
+        own = getattr(value, "_local_tensor", value)
+        return torch.full_like(small, float(own.flatten()[0]))
     return copy.deepcopy(value)
 
 

@@ -1,18 +1,14 @@
-"""Which optimizers update parts of parameters as they update the whole, tried without ranks."""
+"""Which optimizers update the parameters of a stage as they update all, tried without ranks."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from helpers.view_checks import error_code
-from samestep.strategies.split_optimizer_trial import require_update_by_parts
-
-ELEMENT = (True, True)  # taken under `tp`, and under `pp`
-PARAMETER = (False, True)
-ALL = (False, False)
+from samestep.strategies.stage_optimizer_trial import require_update_by_stages
 
 
 class Trust(optim.Optimizer):
@@ -63,45 +59,39 @@ def warming(parameters: Any) -> optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS: dict[str, tuple[Callable[[Any], optim.Optimizer], tuple[bool, bool]]] = {
-    "sgd": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), ELEMENT),
-    "sgd, fused": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True), ELEMENT),
-    "adam": (lambda p: optim.Adam(p, lr=0.01, amsgrad=True, foreach=True), ELEMENT),
-    "adamw, a tensor as rate": (lambda p: optim.AdamW(p, lr=torch.tensor(0.01)), ELEMENT),
-    "adagrad": (lambda p: optim.Adagrad(p, lr=0.01), ELEMENT),
-    "adadelta": (optim.Adadelta, ELEMENT),
-    "adamax": (optim.Adamax, ELEMENT),
-    "asgd": (optim.ASGD, ELEMENT),
-    "nadam": (optim.NAdam, ELEMENT),
-    "radam": (optim.RAdam, ELEMENT),
-    "rmsprop": (lambda p: optim.RMSprop(p, momentum=0.5, centered=True), ELEMENT),
-    "rprop": (optim.Rprop, ELEMENT),
-    "adafactor": (optim.Adafactor, PARAMETER),
-    "adafactor, warming": (warming, PARAMETER),
-    "trust": (Trust, PARAMETER),
-    "sharpness": (Sharpness, ALL),
-    "noise": (lambda p: Noise(p, lr=0.1), ALL),
-    "lbfgs": (optim.LBFGS, ALL),  # its step needs a closure
+OPTIMIZERS: dict[str, tuple[Callable[[Any], optim.Optimizer], bool]] = {
+    "sgd": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), True),
+    "sgd, fused": (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True), True),
+    "adam": (lambda p: optim.Adam(p, lr=0.01, amsgrad=True, foreach=True), True),
+    "adamw, a tensor as rate": (lambda p: optim.AdamW(p, lr=torch.tensor(0.01)), True),
+    "adagrad": (lambda p: optim.Adagrad(p, lr=0.01), True),
+    "adadelta": (optim.Adadelta, True),
+    "adamax": (optim.Adamax, True),
+    "asgd": (optim.ASGD, True),
+    "nadam": (optim.NAdam, True),
+    "radam": (optim.RAdam, True),
+    "rmsprop": (lambda p: optim.RMSprop(p, momentum=0.5, centered=True), True),
+    "rprop": (optim.Rprop, True),
+    "adafactor": (optim.Adafactor, True),
+    "adafactor, warming": (warming, True),
+    "trust": (Trust, True),
+    "sharpness": (Sharpness, False),
+    "noise": (lambda p: Noise(p, lr=0.1), False),
+    "lbfgs": (optim.LBFGS, False),  # its step needs a closure
 }
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_is_taken_if_it_updates_parts_alone(name: str, layout: str) -> None:
-    make, (under_tp, under_pp) = OPTIMIZERS[name]
-    rows, bias, columns, whole = list(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)).parameters())
-    divided: dict[Tensor, int] = {}
-    is_taken = under_pp
-    if layout == "tp":
-        divided = {rows: 0, bias: 0, columns: 1}
-        is_taken = under_tp
-    optimizer = make([rows, bias, columns, whole])
-    for one in (rows, bias, columns, whole):
+def test_optimizer_is_taken_if_it_updates_parameters_alone(name: str) -> None:
+    make, is_taken = OPTIMIZERS[name]
+    parameters = list(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)).parameters())
+    optimizer = make(parameters)
+    for one in parameters:
         one.grad = torch.randn_like(one)
-    kept = [(one, one.detach().clone(), one.grad) for one in (rows, bias, columns, whole)]
+    kept = [(one, one.detach().clone(), one.grad) for one in parameters]
     states = len(optimizer.state)
     generators = torch.get_rng_state()
-    code = error_code(lambda: require_update_by_parts(optimizer, divided, has_stages=layout == "pp"))
+    code = error_code(lambda: require_update_by_stages(optimizer))
     assert code == ("none" if is_taken else "E_OPTIMIZER")
     # The optimizer and the generators are as before.
     assert len(optimizer.state) == states
@@ -119,7 +109,7 @@ def test_hooks_and_later_steps_are_the_scripts_own() -> None:
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     state = optimizer.state[model.weight]["exp_avg"].clone()
-    require_update_by_parts(optimizer, {model.weight: 0}, has_stages=True)
+    require_update_by_stages(optimizer)
     assert len(steps) == 1
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], state)
     assert optimizer.param_groups[0]["lr"] == 0.1
