@@ -35,6 +35,7 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.strategies.divided_parameters import is_divided
+from samestep.strategies.dtensor_operations import compute_whole
 from samestep.strategies.dtensor_parameters import (
     FormerParameters,
     complete_arguments,
@@ -43,7 +44,7 @@ from samestep.strategies.dtensor_parameters import (
     keep_written,
     load_full,
 )
-from samestep.strategies.dtensors import compute_whole, full_value, gathered
+from samestep.strategies.dtensors import full_value, gathered
 from samestep.strategies.fsdp_gathers import (
     GatheredHub,
     Gathers,

@@ -12,6 +12,7 @@ from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.dtensors import local_in_graph, local_part
 from samestep.view.gradient_sums import Hub
 from samestep.view.module_tensors import Entry, ParameterSlots, is_in_place
+from samestep.view.strategy import Call
 
 
 class LocalHub(Hub):
@@ -55,21 +56,29 @@ class LocalParts:
         self._facts: list[tuple[int, int, bool]] = []
         self._entries: list[Entry] = []
 
-    def entries(self, module: nn.Module, others: Collection[nn.Parameter]) -> list[Entry]:
-        """Return the places of DTensors in a module, and this rank's parts.
+    def entries(self, call: Call, others: Collection[nn.Parameter]) -> list[Entry]:
+        """Return the places of DTensors in the module of a call, and this rank's parts.
 
         Args:
-            module: the module.
+            call: the call.
             others: parameters of a hub.
         """
-        in_hub = {id(one) for one in others}
-        divided = [one for one in module.parameters() if is_divided(one) and id(one) not in in_hub]
+        seen = {id(one) for one in others}
+        divided: list[nn.Parameter] = []
+        for part in call.parts:
+            for one in part._parameters.values():
+                if one is not None and id(one) not in seen and is_divided(one):
+                    seen.add(id(one))
+                    divided.append(one)
         facts = [(id(one), id(local_part(one)), one.requires_grad) for one in divided]
         if facts != self._facts or not is_in_place(self._entries):
-            # Kernels of recurrent layers ask whether a weight needs a gradient.
-            parts: dict[torch.Tensor, torch.Tensor] = {
-                one: local_part(one).detach().requires_grad_(one.requires_grad) for one in divided
-            }
-            self._entries = ParameterSlots(module).entries(parts)
+            # Tensors of inference mode cannot be used by later calls.
+            with torch.inference_mode(False):
+                # Kernels of recurrent layers ask whether a weight needs a gradient.
+                parts: dict[torch.Tensor, torch.Tensor] = {
+                    one: local_part(one).detach().requires_grad_(one.requires_grad)
+                    for one in divided
+                }
+            self._entries = ParameterSlots(call.module).entries(parts)
             self._facts = facts
         return self._entries

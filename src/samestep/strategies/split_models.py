@@ -24,6 +24,7 @@ from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.strategies.divided_parameters import is_divided, split_of
+from samestep.strategies.dtensor_operations import compute_whole
 from samestep.strategies.dtensor_parameters import (
     FormerParameters,
     complete_arguments,
@@ -35,7 +36,6 @@ from samestep.strategies.dtensor_parameters import (
 from samestep.strategies.dtensors import (
     Division,
     as_divided,
-    compute_whole,
     gathered,
     has_parts,
     local_part,
@@ -135,6 +135,8 @@ class Split(HubStrategy):
             world = self._connected("tensor")
             mesh = self._world.mesh["tensor"]
             self.hub_class = LocalHub
+            # As FSDP does: a DTensor is on the device of its mesh.
+            module.to(self._world.device)
             self._former = FormerParameters(module)
             if load_full not in module._load_state_dict_pre_hooks.values():
                 module.register_load_state_dict_pre_hook(load_full)
@@ -217,7 +219,7 @@ class Split(HubStrategy):
             operations = StageOperations(call.operations)
         others: list[Entry] = []
         if self._former is not None:
-            others = self._locals.entries(call.module, own)
+            others = self._locals.entries(call, own)
         return _SplitParameters(hub, others, self._stage, self._tensor, operations)
 
     def _require_divided(self) -> None:

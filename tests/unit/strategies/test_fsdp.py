@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import samestep
 from helpers.compared_calls import COMPARED, SEVERAL, TOLERANCE, require_forms, require_gradients, results_of_ranks
@@ -215,6 +218,153 @@ def sums_written_in_place() -> Any:
         values += [weight.sum(0).fill_(2.0), weight.amax(0).lerp_(weight.sum(0), 0.3), weight.sum().sub_(1.0)]
         found.append([full_tensor(one) for one in values])
     return difference(*found) < 1e-12
+
+
+def set_item(index: Any, value: Any) -> Callable[[Tensor], Any]:
+    return lambda weight: weight.__setitem__(index, value)
+
+
+# Writes into a weight of 8 rows and 6 columns, through views, indices and operations in place.
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "row": set_item(0, 0.0),
+    "element": set_item((-1, -1), 9.0),
+    "rows": set_item(slice(1, 3), 0.0),
+    "column": set_item((slice(None), 2), 0.0),
+    "mask": set_item(torch.arange(8) % 2 == 0, 0.0),
+    "list": set_item([0, 5], 0.0),
+    "row in place": lambda w: w[2].zero_(),
+    "rows in place, twice": lambda w: [w[2:4].mul_(2), w[3:5].add_(1)],
+    "one view, twice": lambda w: [row.add_(1).mul_(2) for row in (w[5],)],
+    "view of views": lambda w: w.view(4, 2, 6)[1, :, 3].mul_(3),
+    "row of transpose": lambda w: w.t()[2].zero_(),
+    "each row": lambda w: [row.mul_(number) for number, row in enumerate(w)],
+    "row from row": lambda w: w[0].copy_(w[7]),
+    "swapped rows": lambda w: w.__setitem__(slice(0, 2), w[[1, 0]]),
+    "chunk": lambda w: w.chunk(4)[1].zero_(),
+    "split": lambda w: w.split(3)[2].zero_(),
+    "diagonal": lambda w: w[:6].diagonal()[2:].add_(1),
+    "data": lambda w: w.data[3].zero_(),
+    "drawn rows": lambda w: nn.init.normal_(w[2:5]),
+    "several rows": lambda w: torch._foreach_mul_([w[0], w[3], w[7]], 2.0),
+    "index_add": lambda w: w.index_add_(0, torch.tensor([1, 6]), torch.ones(2, 6)),
+    "scatter": lambda w: w.scatter_(0, torch.tensor([[0, 1, 2, 3, 4, 5]]), 9.0),
+    "masked_scatter": lambda w: w.masked_scatter_(torch.eye(8, 6).bool(), torch.arange(6.0)),
+    "cumsum": lambda w: w.cumsum_(0),
+    "tril": lambda w: w.tril_(1),
+    "renorm": lambda w: w.renorm_(2, 0, 1.0),
+    "means of columns": lambda w: w.sub_(w.mean(0)),
+    "out": lambda w: torch.mul(torch.full((8, 6), 3.0), w, out=w),
+}
+
+
+@check
+def writes() -> Any:
+    """Return the writes with another effect than on a complete tensor."""
+    differing = []
+    for name, write in WRITES.items():
+        values = []
+        for model in (network(), divided(network())):
+            weight: Any = model[0].weight.detach()  # type: ignore[index]
+            torch.manual_seed(1)
+            write(weight)
+            values.append(full_tensor(weight))
+        if difference(values[:1], values[1:]) > 1e-12:
+            differing.append(name)
+    return differing
+
+
+@check
+def deferred_sums() -> Any:
+    """Gradients of `no_sync` are in the first backward after it, whatever `zero_grad` does."""
+    found = []
+    for model in (network(), divided(network())):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for number in range(6):
+            optimizer.zero_grad(set_to_none=number < 3)
+            with samestep.no_sync(model):
+                model(batch(number)).pow(2).mean().backward()
+                model(batch(number + 1)).pow(2).mean().backward()
+            model(batch(number + 2)).mean().backward()
+            optimizer.step()
+        found.append([full_tensor(one).detach() for one in model.parameters()])
+    return difference(*found) < 1e-12
+
+
+@check
+def overflow_in_one_part() -> Any:
+    """A step with an infinite gradient in the part of one rank is left out on all of them."""
+    found = []
+    for model in (network(), divided(network())):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for number in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(number)).pow(2).mean()).backward()
+            if number == 2:
+                weight: Any = model[0].weight  # type: ignore[index]
+                weight.grad[-1, -1] = math.inf
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([full_tensor(one).detach() for one in model.parameters()] + [torch.tensor(scaler.get_scale())])
+    return difference(*found) < 1e-12 and float(found[0][-1]) == 4.0
+
+
+@check
+def moving_average() -> Any:
+    """An average of the weights, in a copy of the module with divided calls of its own."""
+    outputs = []
+    for model in (network(), divided(network())):
+        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for number in range(4):
+            optimizer.zero_grad()
+            model(batch(number)).pow(2).mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+        average.eval()
+        with torch.inference_mode():
+            outputs.append(average(batch(9)).clone())
+    return difference(outputs[:1], outputs[1:]) < 1e-12
+
+
+@check
+def penalty_with_attention() -> Any:
+    """The gradient of a loss with a penalty reaches operations for which torch has no rule of DTensors."""
+
+    def attention() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True))
+
+    found = []
+    for model in (attention(), divided(attention())):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            penalty = sum(one.norm() for one in model.parameters())
+            (model(sequences(number)).pow(2).mean() + 0.01 * penalty).backward()
+            optimizer.step()
+        found.append([full_tensor(one).detach() for one in model.parameters()])
+    return difference(*found) < 1e-12
+
+
+@check
+def saved_parameters() -> Any:
+    """A file that all ranks write has complete tensors; one rank alone cannot write it."""
+    model = divided(network())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file)
+    world = samestep.init()
+    code = "none"
+    if world.rank == 0:
+        code = error_code(lambda: torch.save(model.state_dict(), io.BytesIO()))
+    else:
+        code = error_code(lambda: model(batch(0)))
+    plain = network().state_dict()
+    return [all(torch.equal(loaded[name], value) for name, value in plain.items()), code]
 
 
 class Parts(nn.Module):
@@ -426,6 +576,12 @@ def states(request: pytest.FixtureRequest, on_ranks: RankServer) -> tuple[Layout
         ("numbers_of_parameters", True),
         ("optimizer_with_sums", True),
         ("sums_written_in_place", True),
+        ("writes", []),
+        ("deferred_sums", True),
+        ("overflow_in_one_part", True),
+        ("moving_average", True),
+        ("penalty_with_attention", True),
+        ("saved_parameters", [True, "E_RANK_DESYNC"]),
     ],
 )
 def test_state_of_divided_parameters(states: tuple[Layout, dict[str, list[Any]]], name: str, expected: Any) -> None:

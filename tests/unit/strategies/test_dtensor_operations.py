@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samestep.strategies import dtensors
+from samestep.strategies import dtensor_operations
 
 ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "add": lambda a, b, c: a.add(b, alpha=0.377),
@@ -27,7 +27,7 @@ ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_parts_have_the_bits_of_the_whole(name: str, dtype: torch.dtype) -> None:
-    assert name in dtensors._ARITHMETIC
+    assert name in dtensor_operations._ARITHMETIC
     generator = torch.Generator().manual_seed(0)
     for length in range(1, 70):
         tensors = [torch.randn(length, generator=generator, dtype=dtype) for _ in range(3)]
@@ -53,4 +53,4 @@ def test_parts_have_the_bits_of_the_whole(name: str, dtype: torch.dtype) -> None
     ],
 )
 def test_operations_with_equal_parts(operation: Any, tensor: Tensor, expected: bool) -> None:
-    assert dtensors._has_equal_parts(operation, ([tensor],)) == expected
+    assert dtensor_operations._has_equal_parts(operation, ([tensor],)) == expected
