@@ -71,7 +71,7 @@ test-torch:
 	test -d build/torch-$(VERSION) || $(PYTHON) -m venv build/torch-$(VERSION)
 	build/torch-$(VERSION)/bin/python -m pip install -q torch==$(VERSION) torchvision -e '.[zoo]' torchmetrics \
 	  pytest pytest-timeout pytest-xdist hypothesis
-	OMP_WAIT_POLICY=passive build/torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not long and not gpu" $(CORE)
+	OMP_WAIT_POLICY=passive build/torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile -m "not long and not gpu" $(CORE)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .

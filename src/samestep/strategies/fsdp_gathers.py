@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -188,8 +189,26 @@ class Unit:
 
     def reset(self) -> None:
         """Forget a forward or backward that has failed."""
-        if self._state._is_root:
+        if not self._state._is_root:
+            return
+        if hasattr(self._state, "_reset_iter_state"):
             self._state._reset_iter_state()
+            return
+        # Torch 2.11 has no such function.
+        for state in self._state._state_ctx.all_states:
+            state._modules_to_run_forward.clear()
+            state._training_state = TrainingState.IDLE
+            if group := state._fsdp_param_group:
+                group.finalize_backward()
+                group._training_state = TrainingState.IDLE
+                group._partial_reduce_output = None
+                group._to_sharded()
+        communication = self._state._comm_ctx
+        communication.all_gather_state = None
+        communication.reduce_scatter_state = None
+        communication.post_forward_order.clear()
+        self._state._state_ctx.iter_forward_root = None
+        self._state._state_ctx.post_backward_final_callback_queued = False
 
 
 class ShardedParameters(CallParameters):
