@@ -6,6 +6,7 @@ python examples/parallel_linear.py
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import samestep
@@ -70,8 +71,11 @@ def result_of(
     torch.manual_seed(0)
     loss = functional.cross_entropy(net(inputs), targets)
     loss.backward()
-    assert first.weight.grad is not None
-    return loss.item(), first.weight.grad
+    gradient = first.weight.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor):  # of which this rank has a part
+        gradient = gradient.full_tensor()
+    return loss.item(), gradient
 
 
 def by_hand() -> Result:

@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import FrameType
 from typing import TextIO
-
-from rich.padding import Padding
 
 from samestep.distributed.env import all_variables
 from samestep.distributed.logging import plain_console
@@ -212,18 +212,25 @@ def _extent(world: World) -> tuple[list[str], list[str]]:
 
 def print_report(analysis: Analysis) -> None:
     """Print the findings of each world, and the observed facts."""
-    console = plain_console(soft_wrap=False)
+    console = plain_console(soft_wrap=True)
+    # Not rich's padding, which adds spaces at the ends of lines.
+    indented = partial(
+        textwrap.fill,
+        width=console.width,
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
     for world in analysis.worlds:
         for finding in world.findings:
-            line = printable(f"{finding.name}  {finding.line or world.program}")
-            console.print(line, soft_wrap=True)
-            text = printable(f"{finding.evidence}\nfix: {finding.fix}")
-            console.print(Padding(text, (0, 0, 0, 4)))
+            console.print(printable(f"{finding.name}  {finding.line or world.program}"))
+            console.print(indented(printable(finding.evidence)))
+            console.print(indented(printable(f"fix: {finding.fix}")))
         count = plural(len(world.findings), "finding")
         extent = f"{plural(world.ranks, 'rank')}, {plural(world.steps, 'optimizer step')}"
         print(f"{world.program}: {count}; {extent}")
-        console.print(Padding(f"checked: {', '.join(world.checked)}", (0, 0, 0, 4)))
+        console.print(indented(f"checked: {', '.join(world.checked)}"))
         for text in world.not_checked:
-            console.print(Padding(f"not checked: {text}", (0, 0, 0, 4)))
+            console.print(indented(f"not checked: {text}"))
     for failure in analysis.failures:
         print(f"not observed: {failure}")

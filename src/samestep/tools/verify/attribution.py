@@ -11,6 +11,7 @@ from typing import Any
 
 from samestep.tools.verify.causes import Cause, Finding
 from samestep.tools.verify.compare import (
+    ROUNDING,
     TEXTS,
     Comparison,
     Difference,
@@ -35,8 +36,6 @@ _OPTION_CAUSES = {
 }
 # Part of the report of a failure that differs between ranks, for differences that no note shows.
 _GENERATORS = "random generators"
-# In float64 rounding is far below, and a mistake far above.
-_ROUNDING = 1e-9
 # Rounding of a norm in float32 is far below, and any two of the compared factors are far apart.
 _SAME_RATIO = 1e-4
 # Causes of a difference between two equal runs, in quantities that are computed from the seed
@@ -164,7 +163,7 @@ class Attribution:
             size = _largest_distance(compare(exact, again, None), repeated.step)
             # Rounding differs because the order of sums does; anything larger, random numbers.
             cause = Cause.MODEL_RANDOM
-            if size < _ROUNDING:
+            if size < ROUNDING:
                 cause = Cause.KERNEL
             return Finding(cause, repeated, (evidence, _rounding_text(size)))
         cause = _UNSEEDED_CAUSES.get(repeated.stage, Cause.UNKNOWN)
@@ -199,7 +198,7 @@ class Attribution:
         if threads is not None:
             return threads
         size = self._float64_distance(first)
-        if size >= _ROUNDING:
+        if size >= ROUNDING:
             return None
         return Finding(Cause.REDUCTION, first, (evidence, _rounding_text(size)))
 
@@ -324,7 +323,7 @@ class Attribution:
             return Finding(Cause.UNSYNCHRONISED, first, evidence)
         size = self._float64_distance(first)
         cause = Cause.UNKNOWN
-        if size < _ROUNDING:
+        if size < ROUNDING:
             cause = Cause.REDUCTION
         return Finding(cause, first, (seen, _rounding_text(size)))
 
@@ -427,7 +426,7 @@ def _has_made_call(record: Record, first: Difference) -> bool:
 def _rounding_text(size: float) -> str:
     if not math.isfinite(size):
         return "in float64 the runs have no values to compare"
-    kind = "rounding" if size < _ROUNDING else "not rounding"
+    kind = "rounding" if size < ROUNDING else "not rounding"
     return f"in float64 the distance is {size:.1e}: {kind}"
 
 

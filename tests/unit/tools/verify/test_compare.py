@@ -163,6 +163,12 @@ def test_measured_differences_are_accepted_if_those_in_float64_are_rounding() ->
     failing, exact = compare(record(), other, Tolerance({}, 1e-7)), compare(record(), record(), None)
     assert accepted(failing, exact).first is None
     assert accepted(failing, failing).first is not None
+    for loss, is_rounding in ((1.5 + 1e-10, True), (1.5 + 1e-8, False)):
+        note["losses"] = [loss]
+        small = compare(record(), other, Tolerance({}, 1e-16))
+        assert small.first is not None
+        assert (accepted(failing, small).first is None) is is_rounding
+    note["losses"] = [1.6]
     note["batches"][1]["inputs"] = "else"  # has no distance
     assert accepted(compare(record(), other, Tolerance({}, 1e-7)), exact).first is not None
 
