@@ -118,6 +118,11 @@ _USES = {
         "the divided parameters of samestep.parallel, with new values at most",
         "change the module before samestep.parallel, or copy values into the parameter",
     ),
+    "another shape of a divided tensor": (
+        "{} of a tensor that is divided between ranks, which changes its shape in place",
+        "a new tensor, such as that of t(), unsqueeze() or squeeze()",
+        "tensor = tensor.t(); initialize parameters before samestep.parallel",
+    ),
     "another shape of a divided parameter": (
         "{} of shape {} for `.data` of a divided parameter",
         "{2} of shape {3}",

@@ -20,7 +20,6 @@ from torch import nn
 
 from samestep.config.exclusions import excluded
 from samestep.distributed.collective_check import script_line
-from samestep.strategies.divided_parameters import divided_like
 
 # To the storage of a tensor without aliases: the tensor, and the object that counts.
 _OWN_REFERENCES = 2
@@ -45,8 +44,6 @@ class HeldParameters:
         present = {id(before): part._parameters[name] for part, name, before in self._places}
         former = list({one for _, _, one in self._places if one is not present[id(one)]})
         self._places.clear()
-        for before in former:
-            _move_state(before, present[id(before)])
         _replace_references(former, present)
         aliases = _aliases(former)
         for before in former:
@@ -72,22 +69,6 @@ class _Retired(torch.Tensor):
         """
         file, line = script_line(sys._getframe(1))
         raise excluded("parameters from before the division", file, line)
-
-
-def _move_state(before: nn.Parameter, after: Any) -> None:
-    if before.grad is not None:
-        after.grad = divided_like(after, before.grad)
-    for name, value in vars(before).items():
-        vars(after).setdefault(name, value)
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(before, table)
-        if hooks:  # the handles of the script have this dictionary
-            own = dict(getattr(after, table) or {})
-            added = dict(hooks)
-            hooks.clear()
-            hooks.update(own)
-            hooks.update(added)
-            setattr(after, table, hooks)
 
 
 def _replace_references(former: Sequence[nn.Parameter], divided: dict[int, Any]) -> None:

@@ -79,6 +79,8 @@ class _Propagation:
         self._random = random
 
     def __call__(self, operation: Any, arguments: Any, options: Any, *others: Any) -> Any:
+        if torch.Tag.inplace_view in operation.tags:
+            raise excluded("another shape of a divided tensor", operation._schema.name)
         written = list(_written(operation, arguments, options))
         are_divided = any(map(has_parts, _tensors((*arguments, *options.values()))))
         sums = [one for one in written if _is_sum(one)]
@@ -95,12 +97,10 @@ class _Propagation:
             return _on_parts(operation, arguments, options, written)
         try:
             return self.before(operation, arguments, options, *others)
-        except RuntimeError as error:
+        except RuntimeError:
             # Torch has no rule, as for many operations with the gradient of a penalty; or writes
-            # into no tensor with fewer rows than ranks; or refuses a view along rows.
-            has_rule = not isinstance(error, NotImplementedError)
-            if has_rule and not written and not _returns_view(operation):
-                raise
+            # into no tensor with fewer rows than ranks; or refuses a view along rows. An error of
+            # the operation itself is raised again.
             return _whole(operation, arguments, options)
 
     def _is_whole(
@@ -181,6 +181,9 @@ def _has_equal_parts(operation: Any, arguments: Any) -> bool:
 def _assign(parameter: DTensor, value: torch.Tensor) -> None:
     """Assign to `.data`, which torch would forget for a DTensor.
 
+    As in a plain loop, the parameter has the memory of the value afterwards, if the value is a
+    DTensor: scripts keep `.data` from before, and assign it again.
+
     Raises:
         RunError: the shape or the dtype is another one.
     """
@@ -189,8 +192,14 @@ def _assign(parameter: DTensor, value: torch.Tensor) -> None:
             "another shape of a divided parameter",
             *(value.dtype, tuple(value.shape), parameter.dtype, tuple(parameter.shape)),
         )
+    own: Any = parameter
     with torch.no_grad():
-        parameter.copy_(value)
+        divided = value
+        if not isinstance(value, DTensor):
+            divided = Division.of(parameter).divided(value, parameter.device)
+        elif value.placements != parameter.placements:
+            divided = value.redistribute(placements=parameter.placements)
+        own._local_tensor = local_part(divided.detach())
 
 
 def _format(tensor: DTensor, spec: str) -> str:

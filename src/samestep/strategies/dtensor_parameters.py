@@ -50,11 +50,14 @@ class FormerParameters:
             if present is None or present is one:
                 continue
             mapping[one] = present
+            was_known = id(one) in self._references
             self._references[id(one)] = weakref.ref(one)
             if present.requires_grad:
                 # Not a weak reference: the parameters of a module with weak ones cannot be moved.
                 division = Division.of(cast(DTensor, present))
                 present.register_hook(partial(as_divided, division, present.device))
+            if not was_known:  # a shared weight has several places
+                _move_state(one, present)
         # Lists of parameters, as recurrent layers have.
         for container, key, _, divided in self._slots.entries(mapping):
             container[key] = divided
@@ -79,6 +82,23 @@ class FormerParameters:
                         fix="make the optimizer after samestep.parallel",
                         code="E_OPTIMIZER",
                     )
+
+
+def _move_state(before: nn.Parameter, after: Any) -> None:
+    """Give gradient, hooks and attributes of a parameter to the DTensor in its place."""
+    if before.grad is not None:
+        after.grad = Division.of(after).divided(before.grad, after.device)
+    for name, value in vars(before).items():
+        vars(after).setdefault(name, value)
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(before, table)
+        if hooks:  # the handles of the script have this dictionary
+            own = dict(getattr(after, table) or {})
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update(own)
+            hooks.update(added)
+            setattr(after, table, hooks)
 
 
 @contextmanager
@@ -126,7 +146,7 @@ def keep_written(full: Mapping[Any, torch.Tensor]) -> None:
         if isinstance(one, DTensor):
             own = Division.of(one).divided(own, one.device)
         # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm` write,
-        # too.
+        # too. The answers of ranks can differ, so the copy sends nothing.
         if not torch.equal(local_part(own), local_part(one)):
             with torch.no_grad():
                 one.copy_(own)

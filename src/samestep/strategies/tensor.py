@@ -363,8 +363,9 @@ def _require_unshared_weights(model: nn.Module, plan: Mapping[str, str]) -> None
     for names in users.values():
         planned = [name for name in names if name in plan]
         if planned and len(names) > 1:
+            shown = " and ".join(name or "the model" for name in names)
             raise _plan_error(
-                f"{' and '.join(names)} share a weight, and step.tensor_plan divides {planned[0]}",
+                f"{shown} share a weight, and step.tensor_plan divides {planned[0]}",
                 expected="weights that several modules share are not divided",
                 fix=f"remove {' and '.join(planned)} from step.tensor_plan",
             )

@@ -56,21 +56,6 @@ def test_optimizer_keeps_its_state_in_order() -> None:
     assert [state["exp_avg"] for state in optimizer.state.values()] == before
 
 
-def test_hooks_and_attributes_move() -> None:
-    module = nn.Linear(2, 3)
-    calls: list[str] = []
-    handle = module.weight.register_hook(lambda _: calls.append("gradient"))
-    module.weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
-    vars(module.weight)["tag"] = "first"
-    new = replaced(module)["weight"]
-    module(torch.ones(1, 2)).sum().backward()
-    assert calls == ["gradient", "accumulated"]
-    assert new.tag == "first"
-    handle.remove()
-    module(torch.ones(1, 2)).sum().backward()
-    assert calls[2:] == ["accumulated"]
-
-
 @pytest.mark.parametrize(
     "hold",
     [

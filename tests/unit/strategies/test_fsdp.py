@@ -274,6 +274,63 @@ def writes() -> Any:
 
 
 @check
+def state_from_before() -> Any:
+    """Gradient, hooks and attributes of a parameter stay when it is divided."""
+    found = []
+    for divides in (False, True):
+        model: Any = network()
+        model(batch(0)).pow(2).mean().backward()
+        weight = model[0].weight
+        seen: list[int] = []
+        weight.register_hook(lambda gradient: gradient * 0.5)
+        handle = weight.register_post_accumulate_grad_hook(lambda _, seen=seen: seen.append(1))
+        weight.decay = 0.3
+        if divides:
+            model = divided(model)
+        for number in range(3):
+            model(batch(number)).pow(2).mean().backward()
+        handle.remove()
+        model(batch(3)).pow(2).mean().backward()
+        numbers = torch.tensor([float(len(seen)), model[0].weight.decay])
+        found.append([full_tensor(one.grad) for one in model.parameters()] + [numbers])
+    return difference(*found) < 1e-12
+
+
+@check
+def assigned_data() -> Any:
+    """Weights that a script keeps, replaces by an average for an evaluation, and puts back."""
+    found = []
+    for model in (network(), divided(network())):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        shadow = [one.data.clone() for one in model.parameters()]
+        values = []
+        for number in range(4):
+            optimizer.zero_grad()
+            model(batch(number)).pow(2).mean().backward()
+            optimizer.step()
+            for one, average in zip(model.parameters(), shadow, strict=True):
+                average.mul_(0.9).add_(one.data, alpha=0.1)
+            kept = [one.data for one in model.parameters()]
+            for one, average in zip(model.parameters(), shadow, strict=True):
+                one.data = average
+            with torch.no_grad():
+                values.append(model(batch(9)))
+            for one, value in zip(model.parameters(), kept, strict=True):
+                one.data = value
+        model[0].weight.data = torch.ones(8, 6)  # type: ignore[index]
+        found.append([*values, model(batch(8)), *[full_tensor(one).detach() for one in model.parameters()]])
+    return difference(*found) < 1e-12
+
+
+@check
+def other_shapes() -> Any:
+    """A tensor that is divided cannot change its shape in place."""
+    weight: Any = divided(network())[0].weight.detach()
+    changes = (weight.t_, lambda: weight.unsqueeze_(0), lambda: weight[:, :1].squeeze_(1))
+    return [error_code(change) for change in changes]
+
+
+@check
 def deferred_sums() -> Any:
     """Gradients of `no_sync` are in the first backward after it, whatever `zero_grad` does."""
     found = []
@@ -577,6 +634,9 @@ def states(request: pytest.FixtureRequest, on_ranks: RankServer) -> tuple[Layout
         ("optimizer_with_sums", True),
         ("sums_written_in_place", True),
         ("writes", []),
+        ("state_from_before", True),
+        ("assigned_data", True),
+        ("other_shapes", ["E_INCOMPATIBLE"] * 3),
         ("deferred_sums", True),
         ("overflow_in_one_part", True),
         ("moving_average", True),
