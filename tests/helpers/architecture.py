@@ -47,7 +47,7 @@ FILE_LINES = 500
 # in 180 files, of which 16,000 are the core.
 BUDGET = {"lines": 52_120, "files": 251, "lines of the core": 33_920}
 # Of all Python files of the tests, and of those that tests import; the aims are 40,000 and 4,000.
-TEST_BUDGET = {"tests": 60_975, "helpers and workers": 5_853}
+TEST_BUDGET = {"tests": 61_008, "helpers and workers": 5_853}
 RINGS = {"recipes", "zoo", "tools", "cli"}
 FUNCTION_LINES = 60
 

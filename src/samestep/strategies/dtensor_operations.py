@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, debug
 from torch.utils._pytree import tree_map
 
@@ -92,7 +91,7 @@ class _Propagation:
             return operation(*arguments, **options)
         if self._is_whole(operation, arguments, written, are_divided=are_divided):
             return _whole(operation, arguments, options)
-        if written and not are_divided and _is_in_place(operation):
+        if written and not are_divided and operation._schema.name.endswith("_"):
             # Each time: torch would keep the decision, for views too that are copies.
             return _on_parts(operation, arguments, options, written)
         try:
@@ -121,11 +120,6 @@ class _Propagation:
 def _is_sum(tensor: Any) -> bool:
     is_divided = isinstance(tensor, DTensor)
     return is_divided and any(placement.is_partial() for placement in tensor.placements)
-
-
-def _is_in_place(operation: Any) -> bool:
-    name: str = operation._schema.name
-    return name.endswith("_")
 
 
 def _complete_sum(tensor: DTensor) -> None:
@@ -249,12 +243,10 @@ def _whole(operation: Any, arguments: Any, options: Any) -> Any:
     full: dict[int, torch.Tensor] = {}
     bases: dict[int, tuple[DTensor, torch.Tensor]] = {}
     written = {id(one): one for one in _written(operation, arguments, options)}
-    meshes: list[DeviceMesh] = []
 
     def complete(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        meshes.append(value.device_mesh)
         if id(value) not in full:
             base = _lost_base(value) if id(value) in written else None
             if base is None:
@@ -277,13 +269,13 @@ def _whole(operation: Any, arguments: Any, options: Any) -> Any:
     for base, whole in bases.values():
         base._local_tensor.copy_(Division.of(base).local_part(whole))
 
-    def given(value: Any) -> Any:
+    def shown(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and _returns_view(operation):
             # A DTensor, so that writes into it reach the tensor of which it is a view.
-            return DTensor.from_local(value, meshes[0], run_check=False)
+            return DTensor.from_local(value, arguments[0].device_mesh, run_check=False)
         return returned.get(id(value), value)
 
-    return tree_map(given, result)
+    return tree_map(shown, result)
 
 
 def _on_parts(operation: Any, arguments: Any, options: Any, written: Sequence[DTensor]) -> Any:

@@ -40,6 +40,9 @@ class FormerParameters:
         ]
         # Weak: these have the memory of the full parameters.
         self._references: dict[int, weakref.ref[nn.Parameter]] = {}
+        # A copy of a divided module has this hook already.
+        if _load_full not in module._load_state_dict_pre_hooks.values():
+            module.register_load_state_dict_pre_hook(_load_full)
 
     def replace(self) -> None:
         """Put the DTensors, which are in the tables of parameters, in all other places as well."""
@@ -160,7 +163,7 @@ def complete_arguments(arguments: Any) -> Any:
         return tree_map_only(DTensor, gathered, arguments)
 
 
-def load_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _load_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Divide full tensors of a state dict, so that `load_state_dict` takes those of any layout."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value: Any = state_dict.get(prefix + name)

@@ -42,7 +42,6 @@ from samestep.strategies.dtensor_parameters import (
     divide_loaded_state,
     full_in_places,
     keep_written,
-    load_full,
 )
 from samestep.strategies.dtensors import full_value, gathered
 from samestep.strategies.fsdp_gathers import (
@@ -88,9 +87,6 @@ class Sharded(Strategy):
             for part, own_class in classes.items()
             if isinstance(part, FSDPModule)
         ]
-        # A copy of a divided module has this hook already.
-        if load_full not in module._load_state_dict_pre_hooks.values():
-            module.register_load_state_dict_pre_hook(load_full)
 
     def of_copy(self) -> Sharded:
         return type(self)(

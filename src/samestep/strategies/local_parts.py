@@ -39,6 +39,9 @@ class LocalHub(Hub):
                 torch._C._autograd._unsafe_set_version_counter((part,), (part._version + 1,))
         self._versions = versions
 
+    def begin_backward(self) -> None:
+        self.note_writes()
+
     @staticmethod
     def memory_of(tensor: torch.Tensor) -> torch.Tensor:
         return local_part(tensor)

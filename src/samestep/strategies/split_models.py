@@ -31,7 +31,6 @@ from samestep.strategies.dtensor_parameters import (
     divide_loaded_state,
     full_in_places,
     keep_written,
-    load_full,
 )
 from samestep.strategies.dtensors import (
     Division,
@@ -138,8 +137,6 @@ class Split(HubStrategy):
             # As FSDP does: a DTensor is on the device of its mesh.
             module.to(self._world.device)
             self._former = FormerParameters(module)
-            if load_full not in module._load_state_dict_pre_hooks.values():
-                module.register_load_state_dict_pre_hook(load_full)
         slicing = Slicing(self._slice_count(), world)
         self._tensor = TensorParallel(module, slicing, self._plan, mesh)
         if self._former is not None:
@@ -201,8 +198,6 @@ class Split(HubStrategy):
     # --- divided calls ---------------------------------------------------------------------------
 
     def parameters(self, call: Call) -> CallParameters:
-        if self._former is not None:
-            self._require_divided()
         hub: Hub | None = None
         own: list[nn.Parameter] = []
         if torch.is_grad_enabled():
@@ -219,6 +214,7 @@ class Split(HubStrategy):
             operations = StageOperations(call.operations)
         others: list[Entry] = []
         if self._former is not None:
+            self._require_divided()
             others = self._locals.entries(call, own)
         return _SplitParameters(hub, others, self._stage, self._tensor, operations)
 
@@ -231,8 +227,6 @@ class Split(HubStrategy):
                 raise excluded("a parameter that is not divided", *names)
 
     def arguments(self, arguments: Any) -> Any:
-        if self._former is None:
-            return arguments
         return complete_arguments(arguments)
 
     def has(self, parameter: nn.Parameter) -> bool:
@@ -252,6 +246,9 @@ class Split(HubStrategy):
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; own parts of gradients and values are kept."""
+        if not self._has_parts:
+            yield
+            return
         again = recomputation_inside(lambda: self.whole(module))
         with full_in_places(module, self._full_in_graph, self._process) as mapping, again:
             yield
@@ -263,7 +260,14 @@ class Split(HubStrategy):
                 return None
             return nn.Parameter(self.full_tensor(parameter), parameter.requires_grad)
 
+        if not self._has_parts:
+            return nullcontext()
         return full_in_places(module, leaf, self._process)
+
+    @property
+    def _has_parts(self) -> bool:
+        """Whether other ranks have parts; one rank can divide products into slices, too."""
+        return self._stage is not None or self._former is not None
 
     def _is_part(self, parameter: nn.Parameter) -> bool:
         # Under a pipeline all of them, in one order: each is a broadcast between the stages.
@@ -375,8 +379,8 @@ class _SplitParameters(CallParameters):
         self._finished = 0
 
     def begin_backward(self) -> None:
-        if isinstance(self._hub, LocalHub):
-            self._hub.note_writes()
+        if self._hub is not None:
+            self._hub.begin_backward()
 
     def aliases(self, position: int) -> list[torch.Tensor]:
         if self._hub is None:

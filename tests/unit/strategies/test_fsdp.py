@@ -190,7 +190,7 @@ def numbers_of_parameters() -> Any:
 
 @check
 def optimizer_with_sums() -> Any:
-    """Adafactor takes means over rows and columns of gradients, and squares them in place."""
+    """Adafactor takes means over rows and columns of gradients; L-BFGS joins parameters in one vector."""
 
     def layers() -> nn.Module:
         # No batch norm: the bias before it has gradients of rounding errors, which Adafactor scales up.
@@ -204,6 +204,15 @@ def optimizer_with_sums() -> Any:
             optimizer.zero_grad()
             model(batch(number)).pow(2).mean().backward()
             optimizer.step()
+        of_vector = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+
+        def closure(model: nn.Module = model, of_vector: Any = of_vector) -> Tensor:
+            of_vector.zero_grad()
+            loss = model(batch(5)).pow(2).mean()
+            loss.backward()
+            return loss
+
+        of_vector.step(closure)
         found.append([full_tensor(one).detach() for one in model.parameters()])
     return difference(*found) < 1e-12
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -68,6 +69,25 @@ def steps_of_optimizers(name: str, mesh: dict[str, int], models: list[str]) -> l
     # Of a gradient that other ranks have parts of.
     codes.append(error_code(lambda: nn.utils.clip_grad_norm_(divided.parameters(), 1.0, norm_type=0)))
     return codes
+
+
+def code_of_a_call_in_a_fork(name: str, mesh: dict[str, int], models: list[str]) -> str:
+    """Return the code of the error of a call in a child process, with slices of products on one rank."""
+    config, _ = _joined(name, mesh, "fast")
+    divided, inputs = _divided(models[0], config, tensor_slices=2)
+    divided(inputs(0, ROWS)).pow(2).mean().backward()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, error_code(lambda: divided(inputs(0, ROWS))).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    code = os.read(reader, 100).decode()
+    os.close(reader)
+    return code
 
 
 def _joined(name: str, mesh: dict[str, int], reduction: Any) -> tuple[StrategyConfig, World]:
@@ -346,8 +366,12 @@ def test_layouts_have_the_values_of_the_plain_loop(layout: str, models: list[str
 @pytest.mark.parametrize(
     ("layout", "codes"), [("tp 2", ["none", "none", "none"]), ("pp 2", ["none", "none", "E_VALUE"])]
 )
-def test_optimizer_updates_the_parts_of_a_rank_alone(layout: str, codes: list[str], on_ranks: RankServer) -> None:
+def test_optimizers_and_norms_that_parts_and_stages_allow(layout: str, codes: list[str], on_ranks: RankServer) -> None:
     assert started(on_ranks, steps_of_optimizers, layout, ["perceptron"]) == codes
+
+
+def test_slices_of_one_rank_are_computed_in_a_fork(on_ranks: RankServer) -> None:
+    assert started(on_ranks, code_of_a_call_in_a_fork, "1", ["perceptron"]) == "none"
 
 
 def test_stages_with_batch_norm_and_dropout_keep_the_running_statistics(on_ranks: RankServer) -> None:

@@ -219,6 +219,7 @@ def print_report(analysis: Analysis) -> None:
         width=console.width,
         initial_indent="    ",
         subsequent_indent="    ",
+        break_long_words=False,
         break_on_hyphens=False,
     )
     for world in analysis.worlds:
