@@ -6,6 +6,7 @@ returned. The marker `ranks(1, 2, slow=(4,))` runs a test with its argument `ran
 and results are JSON.
 """
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -170,6 +171,7 @@ def _serve(module: str, jobs: Connection, output: int, variables: dict[str, str]
     os.environ.clear()
     os.environ.update(variables, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
+    faulthandler.enable()  # the stacks of a rank that a signal ends
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked in the fork server
     gc.enable()
     loaded = importlib.import_module(module)
