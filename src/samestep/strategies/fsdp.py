@@ -4,8 +4,8 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
 
 Between calls the module is the script's own: its class, its hooks, and its parameters as DTensors.
-`fsdp_gathers` gathers them during calls and backwards. Whole calls, trials and copies compute with
-gathered parameters.
+`fsdp_gathers` and `exact_gathers` gather them during calls and backwards. Whole calls, trials and
+copies compute with gathered parameters.
 """
 
 from __future__ import annotations
@@ -44,12 +44,9 @@ from samestep.strategies.dtensor_parameters import (
     keep_written,
 )
 from samestep.strategies.dtensors import full_value, gathered
-from samestep.strategies.fsdp_gathers import (
-    GatheredHub,
-    Gathers,
-    ShardedParameters,
-    Unit,
-)
+from samestep.strategies.exact_gathers import GatheredHub
+from samestep.strategies.fsdp_gathers import Gathers, ShardedParameters, Unit
+from samestep.view.gradient_sums import Hub
 from samestep.view.recomputation import recomputation_inside
 from samestep.view.strategy import Call, CallParameters, Strategy
 
@@ -69,7 +66,7 @@ class Sharded(Strategy):
         self.is_exact = is_exact
         self._gathers = Gathers()
         self._former: FormerParameters | None = None
-        self._parameters: ShardedParameters | None = None
+        self._hub: Hub | None = None
         self._process = os.getpid()
 
     def prepare(self, module: nn.Module) -> None:
@@ -104,22 +101,20 @@ class Sharded(Strategy):
 
     def parameters(self, call: Call) -> CallParameters:
         for unit in self._gathers.units:
-            unit.refresh()
-        complete = [one for one in call.parameters() if not isinstance(one, DTensor)]
-        divided = [one for one in call.parameters() if isinstance(one, DTensor)]
-        known = self._parameters
-        if known is None or not known.is_current(divided, complete):
-            known = self._parameters = ShardedParameters(
-                call.module,
-                divided,
-                complete,
-                self._gathers,
-                self.reduction,
-                self._before_reduction,
-            )
+            unit.use(unit.present())
         # Calls of one training mode gather the same units, in one order.
         self._gathers.begin_call((call.module.training, torch.is_grad_enabled()))
-        return known
+        return ShardedParameters(
+            call, self._gathers, self._hub_of_complete(call), self._before_reduction
+        )
+
+    def _hub_of_complete(self, call: Call) -> Hub | None:
+        complete = [one for one in call.parameters() if not isinstance(one, DTensor)]
+        if not complete or not torch.is_grad_enabled():
+            return None
+        if self._hub is None or not self._hub.is_current(complete):
+            self._hub = Hub(call.module, complete, self.reduction, self._before_reduction)
+        return self._hub
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
@@ -151,7 +146,7 @@ class Gathered(Sharded):
     cannot be gathered one by one for each slice.
     """
 
-    _hub: GatheredHub | None = None
+    _gathered: GatheredHub | None = None
 
     def parameters(self, call: Call) -> CallParameters:
         trained = call.parameters()
@@ -160,14 +155,14 @@ class Gathered(Sharded):
             for one in call.module.parameters()
             if isinstance(one, DTensor) and not one.requires_grad
         ]
-        if self._hub is None or not self._hub.is_current([*trained, *frozen]):
+        if self._gathered is None or not self._gathered.is_current([*trained, *frozen]):
             # The hub serves later calls, and this one may be without gradients.
             with torch.inference_mode(False), torch.enable_grad():
-                self._hub = GatheredHub(
+                self._gathered = GatheredHub(
                     call.module, trained, frozen, self.reduction, self._before_reduction
                 )
-        self._hub.gather()
-        return self._hub
+        self._gathered.gather()
+        return self._gathered
 
 
 # --- division of a model -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Gathers of divided parameters in calls and backwards: for a unit of layers, or all together.
+"""Gathers of divided parameters in calls and backwards, for a unit of layers at a time.
 
 The hooks of `fully_shard` are installed for the forward and the backward of a slice only. Private:
 attributes of FSDP's states (torch 2.11 and 2.13).
@@ -19,15 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from samestep.config.exclusions import excluded
-from samestep.reduce.fast import Reduction
-from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.dtensor_parameters import outside_inference_mode
-from samestep.strategies.dtensors import gathered, local_part
 from samestep.view.crossings import CallExchange
 from samestep.view.gradient_sums import Hub
-from samestep.view.module_tensors import is_in_place
 from samestep.view.region import current_region
-from samestep.view.strategy import CallParameters
+from samestep.view.strategy import Call, CallParameters
 
 # Attributes of the modules of a unit, by which libraries take a script for one of several
 # processes.
@@ -102,7 +98,7 @@ class Unit:
             # Between calls, the divided parameters are in place.
             group._register_state_dict_hooks = _nothing
             for parameter in group.fsdp_params:
-                parameter._post_load_hook_handle.remove()  # `refresh` does the same
+                parameter._post_load_hook_handle.remove()  # `use` does the same
                 parameter._place = parameter.sharded_param._local_tensor.data_ptr()
         # By these, torch takes the module for a sharded one.
         for key in (STATE_KEY, REGISTRY_KEY):
@@ -143,28 +139,39 @@ class Unit:
         stack.callback(before.remove)
         stack.callback(after.remove)
 
-    def hide(self) -> None:
-        """Put the divided parameters into the module; gathered ones stay for a backward."""
-        for parameter in self._fsdp_parameters:
-            parameter._setattr_on_modules(parameter.sharded_param)
+    def present(self) -> list[Any]:
+        """Return the parameters that the module has in its places."""
+        infos = [parameter._module_info for parameter in self._fsdp_parameters]
+        return [info.module._parameters.get(info.param_name) for info in infos]
 
-    def refresh(self) -> None:
-        """Notice parameters that were assigned or moved since the last call.
+    def use(self, divided: Sequence[Any]) -> None:
+        """Gather these parameters from now on, which a script may have assigned or moved.
 
         Raises:
-            RunError: a parameter was assigned that is not divided.
+            RunError: one of them is not divided.
         """
-        for parameter in self._fsdp_parameters:
-            info = parameter._module_info
-            own = info.module._parameters.get(info.param_name)
+        for parameter, own in zip(self._fsdp_parameters, divided, strict=True):
             is_known = own is parameter.sharded_param
             if is_known and own._local_tensor.data_ptr() == parameter._place:
                 continue
+            info = parameter._module_info
             if not isinstance(own, DTensor):
                 names = (info.param_name, type(info.module).__name__)
                 raise excluded("a parameter that is not divided", *names)
-            parameter.reset_sharded_param()
-            parameter._place = parameter.sharded_param._local_tensor.data_ptr()
+            self.free()  # gathered values are those of another parameter
+            self.put(divided)
+            _keep_padding(parameter, own._local_tensor)
+            parameter.reset_sharded_param()  # reads the parameter of the module
+            parameter._place = own._local_tensor.data_ptr()
+
+    def put(self, divided: Sequence[Any]) -> None:
+        """Put parameters into the places of the module."""
+        for parameter, own in zip(self._fsdp_parameters, divided, strict=True):
+            parameter._setattr_on_modules(own)
+
+    def gathered_parameters(self) -> list[torch.Tensor | None]:
+        """Return the parameters in the graphs of calls; None where no call has gathered one."""
+        return [getattr(one, "_unsharded_param", None) for one in self._fsdp_parameters]
 
     def show(self) -> None:
         """Put the gathered parameters into the module, if they are in memory."""
@@ -212,47 +219,37 @@ class Unit:
 
 
 class ShardedParameters(CallParameters):
-    """Divided parameters, gathered for a unit at a time, and a hub of the complete ones.
+    """Divided parameters of a call, gathered for a unit at a time, and a hub of the complete ones.
 
     Args:
-        module: the module.
-        divided: its divided parameters that require gradients.
-        complete: its other parameters that require gradients.
+        call: the call.
         gathers: those of divided calls.
-        reduction: sums over all slices.
-        before_reduction: called once in each backward before the first sum.
+        hub: of parameters that are not divided; None without such parameters.
+        before_reduction: called in each backward before the first sum.
     """
 
     needs_inner_graph = True
 
     def __init__(
         self,
-        module: nn.Module,
-        divided: Sequence[DTensor],
-        complete: Sequence[nn.Parameter],
+        call: Call,
         gathers: Gathers,
-        reduction: Reduction,
+        hub: Hub | None,
         before_reduction: Callable[[], None],
     ) -> None:
-        self._module = module
-        self._divided = list(divided)
+        self._module = call.module
+        self._divided = [one for one in call.parameters() if isinstance(one, DTensor)]
         self._gathers = gathers
+        self._hub = hub
+        if hub is not None:
+            self.anchors = hub.anchors
         self._before_reduction = before_reduction
+        # A backward can follow calls with other parameters, as those of `functional_call`.
+        self._used = [(unit, unit.present()) for unit in gathers.units]
+        self._values = [_values(one) for _, used in self._used for one in used]
         self._kept: list[Any] = []
-        self._backward = -1
-        parts: list[Any] = list(module.modules())
+        parts: list[Any] = list(call.parts)
         self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
-        self._hub: Hub | None = None
-        if complete:
-            self._hub = Hub(module, complete, reduction, before_reduction)
-            self.anchors = self._hub.anchors
-
-    def is_current(self, divided: Sequence[torch.Tensor], complete: Sequence[nn.Parameter]) -> bool:
-        if [id(one) for one in divided] != [id(one) for one in self._divided]:
-            return False
-        if self._hub is None:
-            return not complete
-        return self._hub.is_current(complete)
 
     def aliases(self, position: int) -> list[torch.Tensor]:
         if not torch.is_grad_enabled():
@@ -278,7 +275,7 @@ class ShardedParameters(CallParameters):
                 # With gradients the root stays gathered for the backward.
                 if not torch.is_grad_enabled():
                     root.free()
-                root.hide()
+                root.put(self._used[0][1])
 
     @contextmanager
     def _installed(self, units: Sequence[Unit], leaves: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -303,25 +300,52 @@ class ShardedParameters(CallParameters):
     @contextmanager
     def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
         """Surround a backward: FSDP writes sums of gradients into `.grad`, which is free here."""
-        task = torch._C._current_graph_task_id()
-        if task != self._backward:
-            self._backward = task
-            self._before_reduction()
+        self._before_reduction()
         self._kept = [(one.grad, one._post_accumulate_grad_hooks) for one in self._divided]
         for one, (_, hooks) in zip(self._divided, self._kept, strict=True):
             one.grad = None
             if hooks is not None:  # FSDP would call them, and the script's graph does
                 one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         root, *others = self._gathers.units
+        present = [unit.present() for unit in self._gathers.units]
+        for unit, used in self._used:
+            unit.use(used)
         root.show()
-        with self._installed(others, leaves):
+        with self._changes_noted(), self._installed(others, leaves):
             try:
                 yield
             except BaseException:
                 root.reset()
                 raise
             finally:
-                root.hide()
+                for unit, own in zip(self._gathers.units, present, strict=True):
+                    unit.put(own)
+
+    @contextmanager
+    def _changes_noted(self) -> Iterator[None]:
+        """Let autograd see writes into the parameters since the forward, as of an optimizer.
+
+        Gathers count no version: the backward of a graph from before a step would use the new
+        values without an error.
+        """
+        divided = [one for _, used in self._used for one in used]
+        gathered_ones = [one for unit, _ in self._used for one in unit.gathered_parameters()]
+        changed = [
+            one
+            for one, own, before in zip(gathered_ones, divided, self._values, strict=True)
+            if one is not None and _values(own) != before
+        ]
+        # Private, in torch 2.11 and 2.13.
+        set_versions: Any = torch._C._autograd._unsafe_set_version_counter
+        versions = [one._version for one in changed]
+        for one, version in zip(changed, versions, strict=True):
+            set_versions((one,), (version + 1,))
+        try:
+            yield
+        finally:
+            # Graphs of later calls have the versions of before.
+            for one, version in zip(changed, versions, strict=True):
+                set_versions((one,), (version,))
 
     def take_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         count = len(self._divided)
@@ -350,111 +374,22 @@ class ShardedParameters(CallParameters):
         return computed
 
 
-class GatheredHub(Hub):
-    """Hub of complete parameters, whose memory is freed after each call and backward.
+def _keep_padding(parameter: Any, local: torch.Tensor) -> None:
+    """Let FSDP keep the memory of a part that it has padded before.
 
-    Args:
-        module: the module.
-        trained: its parameters that require gradients.
-        frozen: its other divided parameters.
-        reduction: sums over all slices.
-        before_reduction: called once in each backward before the first sum.
+    FSDP looks only whether it is the memory of the last parameter, and would move the part.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        trained: Sequence[nn.Parameter],
-        frozen: Sequence[DTensor],
-        reduction: Reduction,
-        before_reduction: Callable[[], None],
-    ) -> None:
-        self._all = [(id(one), one.requires_grad) for one in (*trained, *frozen)]
-        divided = [one for one in (*trained, *frozen) if isinstance(one, DTensor)]
-        self._complete: dict[torch.Tensor, _Complete] = {one: _Complete(one) for one in divided}
-        self._frozen: list[torch.Tensor] = list(frozen)
-        self._backward = -1
-        self._before_backward = before_reduction
-        self._stays = False  # a graph of gradients needs the values at an unknown time
-        super().__init__(module, trained, reduction, before_reduction)
-
-    @staticmethod
-    def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-        return local_part(tensor)
-
-    def _in_graph(self, parameter: torch.Tensor) -> torch.Tensor:
-        if isinstance(parameter, DTensor):
-            return self._complete[parameter].full
-        return parameter
-
-    def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        mapping = {one: self._complete[one].full for one in self._frozen}
-        return {**mapping, **super()._mapping(replacements)}
-
-    def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters, in the same places. Their values may be others."""
-        present = [(id(one), one.requires_grad) for one in parameters]
-        return present == self._all and is_in_place(self._entries[0])
-
-    def gather(self) -> None:
-        for one in self._complete.values():
-            one.gather()
-
-    def end_forward(self) -> None:
-        if not self._stays:
-            for one in self._complete.values():
-                one.free()
-
-    def begin_backward(self) -> None:
-        self._stays |= torch.is_grad_enabled()  # with `create_graph`
-        task = torch._C._current_graph_task_id()  # private, as the queue
-        if task != self._backward:
-            self._backward = task
-            self._before_backward()
-            self.gather()
-            # At the end of the backward: all own slices need the values.
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_forward)
+    elements = parameter.padded_sharded_param_size.numel()
+    if local.storage_offset() == 0 and local.untyped_storage().nbytes() == (
+        elements * local.element_size()
+    ):
+        parameter._sharded_param_data = local.as_strided((elements,), (1,))
 
 
-class _Complete:
-    """A divided parameter and its full tensor, whose memory comes and goes.
-
-    Attributes:
-        parameter: the parameter.
-        full: the full tensor; its gradient is divided and becomes that of the parameter.
-    """
-
-    def __init__(self, parameter: DTensor) -> None:
-        self.parameter = parameter
-        device = parameter.device_mesh.device_type
-        self.full = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
-        )
-        if parameter.requires_grad:
-            empty = self.full
-            self.full = gathered(parameter, lambda _: empty)
-        self._storage = self.full.untyped_storage()
-        self._bytes = self._storage.nbytes()
-        # The own part, and its version when it was gathered.
-        self._values: tuple[torch.Tensor, int] | None = None
-        self.free()
-
-    def gather(self) -> None:
-        """Gather the values. A graph that has saved others raises torch's error in its backward."""
-        full = full_tensor(self.parameter)
-        self._storage.resize_(self._bytes)
-        version = self.full._version
-        with torch.no_grad():
-            self.full.copy_(full)
-        local = self.parameter._local_tensor
-        values = local, self.parameter._version + local._version
-        # The same values: tensors that a graph saved before they were freed are valid again.
-        if self._values is not None and self._values[0] is local and self._values[1] == values[1]:
-            torch._C._autograd._unsafe_set_version_counter((self.full,), (version,))  # private
-        self._values = values
-
-    def free(self) -> None:
-        self._storage.resize_(0)
+def _values(divided: Any) -> tuple[int, int]:
+    """Return the place and the version of the own part of a divided parameter."""
+    local = divided._local_tensor
+    return local.data_ptr(), divided._version + local._version
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import samestep
@@ -416,6 +417,54 @@ def penalty_with_attention() -> Any:
 
 
 @check
+def functional_parameters() -> Any:
+    """One backward through calls with the parameters of the module and with others, which both stay what they are."""
+    found = []
+    for model in (network(), divided(network())):
+        own = dict(model.named_parameters())
+        others = {name: one.detach().clone().requires_grad_() for name, one in own.items() if name != "3.bias"}
+        optimizer = torch.optim.SGD([*own.values(), *others.values()], lr=0.1, momentum=0.9)
+        for number in range(3):
+            optimizer.zero_grad()
+            losses = []
+            for weights in (others, own, others):
+                losses.append(functional_call(model, weights, (batch(number + len(losses)),)).pow(2).mean())
+            sum(losses).backward()  # type: ignore[attr-defined]
+            optimizer.step()
+        assert [id(one) for one in model.parameters()] == [id(one) for one in own.values()]
+        found.append([full_tensor(one).detach() for one in (*own.values(), *others.values())])
+    return difference(*found) < 1e-12
+
+
+@check
+def graphs_from_before_a_step() -> Any:
+    """A backward after a step is an error if it needs the former values, and right if it does not."""
+    found = []
+    for prepared in (lambda module: module, divided):
+        codes = []
+        values: list[Tensor | None] = []
+        for plain in (network(), nn.Sequential(nn.Linear(6, 3))):
+            model = prepared(plain)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for number in range(2):
+                optimizer.zero_grad()
+                before = model(batch(number)).pow(2).mean()
+                model(batch(number + 1)).pow(2).mean().backward()
+                optimizer.step()
+                after = model(batch(number)).pow(2).mean()
+                codes.append(error_code(before.backward))
+                if codes[-1] != "none":
+                    optimizer.zero_grad()
+                after.backward()
+                optimizer.step()
+            values += [full_tensor(one).detach() for one in model.parameters()]
+        found.append((codes, values))
+    (expected, plain_values), (codes, values) = found
+    assert expected == ["RuntimeError"] * 2 + ["none"] * 2, expected
+    return codes == expected and difference(plain_values, values) < 1e-12
+
+
+@check
 def saved_parameters() -> Any:
     """A file that all ranks write has complete tensors; one rank alone cannot write it."""
     model = divided(network())
@@ -650,6 +699,8 @@ def states(request: pytest.FixtureRequest, on_ranks: RankServer) -> tuple[Layout
         ("overflow_in_one_part", True),
         ("moving_average", True),
         ("penalty_with_attention", True),
+        ("functional_parameters", True),
+        ("graphs_from_before_a_step", True),
         ("saved_parameters", [True, "E_RANK_DESYNC"]),
     ],
 )
