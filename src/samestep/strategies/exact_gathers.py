@@ -37,7 +37,7 @@ class GatheredHub(Hub):
         reduction: Reduction,
         before_reduction: Callable[[], None],
     ) -> None:
-        self._all = [(id(one), one.requires_grad) for one in (*trained, *frozen)]
+        self._all = [(id(one), one.requires_grad, one.dtype) for one in (*trained, *frozen)]
         divided = [one for one in (*trained, *frozen) if isinstance(one, DTensor)]
         self._complete: dict[torch.Tensor, _Complete] = {one: _Complete(one) for one in divided}
         self._frozen: list[torch.Tensor] = list(frozen)
@@ -61,7 +61,7 @@ class GatheredHub(Hub):
 
     def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters, in the same places. Their values may be others."""
-        present = [(id(one), one.requires_grad) for one in parameters]
+        present = [(id(one), one.requires_grad, one.dtype) for one in parameters]
         return present == self._all and is_in_place(self._entries[0])
 
     def gather(self) -> None:

@@ -150,6 +150,7 @@ class Unit:
         Raises:
             RunError: one of them is not divided.
         """
+        has_other_types = False
         for parameter, own in zip(self._fsdp_parameters, divided, strict=True):
             is_known = own is parameter.sharded_param
             if is_known and own._local_tensor.data_ptr() == parameter._place:
@@ -163,6 +164,16 @@ class Unit:
             _keep_padding(parameter, own._local_tensor)
             parameter.reset_sharded_param()  # reads the parameter of the module
             parameter._place = own._local_tensor.data_ptr()
+            complete = getattr(parameter, "_unsharded_param", None)
+            if complete is not None and own.dtype != parameter.orig_dtype:
+                # Nothing gathers it again, for the graphs that have saved it.
+                torch._C._autograd._unsafe_set_version_counter((complete,), (2**31,))
+                del parameter._unsharded_param
+                parameter.all_gather_outputs = []
+                has_other_types = True
+        if has_other_types:
+            for group in self._groups:
+                group._init_mp_dtypes()
 
     def put(self, divided: Sequence[Any]) -> None:
         """Put parameters into the places of the module."""

@@ -437,6 +437,25 @@ def functional_parameters() -> Any:
 
 
 @check
+def another_type() -> Any:
+    """Calls of a model that has another dtype than in earlier calls; a graph of these has lost its values."""
+    found = []
+    for model in (network().float(), divided(network().float())):
+        graph = model(batch(0).float()).pow(2).mean()
+        graph.backward(retain_graph=True)
+        before = model(batch(1).float()).detach()
+        model.double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            optimizer.zero_grad()
+            model(batch(number)).pow(2).mean().backward()
+            optimizer.step()
+        codes = [error_code(graph.backward), owner.summary.whole if (owner := parallel_module(model)) else 0]
+        found.append([before.double(), *[full_tensor(one).detach() for one in model.parameters()]])
+    return [difference(*found) < 1e-6, *codes]
+
+
+@check
 def graphs_from_before_a_step() -> Any:
     """A backward after a step is an error if it needs the former values, and right if it does not."""
     found = []
@@ -700,6 +719,7 @@ def states(request: pytest.FixtureRequest, on_ranks: RankServer) -> tuple[Layout
         ("moving_average", True),
         ("penalty_with_attention", True),
         ("functional_parameters", True),
+        ("another_type", [True, "RuntimeError", 0]),
         ("graphs_from_before_a_step", True),
         ("saved_parameters", [True, "E_RANK_DESYNC"]),
     ],
