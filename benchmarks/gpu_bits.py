@@ -158,11 +158,10 @@ def _zoo(*, is_small: bool) -> dict[str, Callable[[], tuple[nn.Module, torch.Ten
         pixels = torch.randn(8, 3, 224, 224, generator=draw)
         return getattr(models, name)(num_classes=CLASSES), pixels, classes, nn.functional.cross_entropy
 
-    def masks(dimensions: int, loss: Any) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Any]:
-        size = (64, 64) if dimensions == 2 else (32, 32, 32)
-        model = UNet(num_classes=3, in_channels=3, dimensions=dimensions, width=8, levels=2)
-        targets = torch.randint(3, (8, *size), generator=draw)
-        return model, torch.randn(8, 3, *size, generator=draw), targets, loss
+    def masks(loss: Any) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Any]:
+        model = UNet(num_classes=3, in_channels=3, width=8, levels=2)
+        targets = torch.randint(3, (8, 64, 64), generator=draw)
+        return model, torch.randn(8, 3, 64, 64, generator=draw), targets, loss
 
     def text(model: nn.Module, *, is_classifier: bool = False) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Any]:
         tokens = torch.randint(VOCABULARY, (8, LENGTH + 1), generator=draw)
@@ -170,9 +169,8 @@ def _zoo(*, is_small: bool) -> dict[str, Callable[[], tuple[nn.Module, torch.Ten
 
     gpt = {"num_classes": VOCABULARY, "n_embd": 64, "n_head": 4, "n_layer": 2, "block_size": LENGTH}
     small: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor, Any]]] = {
-        "U-Net": lambda: masks(2, nn.functional.cross_entropy),
-        "3-d U-Net": lambda: masks(3, nn.functional.cross_entropy),
-        "U-Net, torch's CrossEntropyLoss": lambda: masks(2, nn.CrossEntropyLoss()),
+        "U-Net": lambda: masks(nn.functional.cross_entropy),
+        "U-Net, torch's CrossEntropyLoss": lambda: masks(nn.CrossEntropyLoss()),
         "GPT": lambda: text(GPT(**gpt)),
         "GPT, fused attention": lambda: text(GPT(**gpt, fused=True)),
         "TokensNet": lambda: text(TokensNet(VOCABULARY, longest=LENGTH)),
