@@ -30,56 +30,32 @@ from samestep.view.strategy import CallParameters
 
 _FIRST = 2**63  # sequence number of a node that runs as soon as its inputs are complete
 _LAST = 0  # of one that runs when no other node can
+# Receives the gradients of aliases, and returns those of the tensors.
+_Back = Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]
 
 
-class _Wait(torch.autograd.Function):
+class _Aliases(torch.autograd.Function):
+    """Wait, Launch or Collect: aliases of tensors, with a function for their gradients."""
+
     @staticmethod
-    def forward(
-        ctx: Any, bucket: _HubBucket, *parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.bucket = bucket
+    def forward(ctx: Any, back: _Back, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.back = back
         ctx.set_materialize_grads(False)
         # Not `view_as`: a forward may change parameters in place, which autograd forbids for views
         # of a node.
-        return tuple(parameter.detach() for parameter in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.bucket.finish(gradients))
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, bucket: _HubBucket, *parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.bucket = bucket
-        ctx.set_materialize_grads(False)
-        # The anchor has a gradient in every backward of a call, also if no own row uses a parameter
-        # of the bucket.
-        anchor = torch.zeros((), device=bucket.device)
-        return (*[parameter.detach() for parameter in parameters], anchor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.bucket.launch(gradients[:-1]))
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, bucket: _HubBucket, number: int, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.bucket = bucket
-        ctx.number = number
-        ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        anchor = ctx.bucket.collect(ctx.number, gradients)
-        # Launch takes the other gradients from the bucket.
-        return (None, None, *[None] * (len(gradients) - 1), anchor)
+        return (None, *ctx.back(gradients))
+
+
+def _aliases(back: _Back, tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    """Return aliases of tensors, from one node with a sequence number."""
+    aliases: list[torch.Tensor] = list(_Aliases.apply(back, *tensors))  # type: ignore[no-untyped-call]
+    node: Any = aliases[0].grad_fn
+    node._set_sequence_nr(number)  # private, exists in torch 2.11 and 2.13
+    return aliases
 
 
 class _HubBucket(Bucket):
@@ -108,20 +84,15 @@ class _HubBucket(Bucket):
 
     def aliases(self) -> list[list[torch.Tensor]]:
         """Return new aliases of the parameters, and the anchor, for each own slice."""
-        waiting = _Wait.apply(self, *self.parameters)  # type: ignore[no-untyped-call]
-        waiting[0].grad_fn._set_sequence_nr(_LAST)  # private, exists in torch 2.11 and 2.13
-        aliases: tuple[torch.Tensor, ...] = _Launch.apply(self, *waiting)  # type: ignore[no-untyped-call]
-        launch: Any = aliases[-1].grad_fn
-        launch._set_sequence_nr(_FIRST)
+        waiting = _aliases(self.finish, self.parameters, _LAST)
+        # The anchor has a gradient in every backward of a call, also if no own row uses a parameter
+        # of the bucket.
+        anchor = torch.zeros((), device=self.device)
+        launching = _aliases(self.launch, [*waiting, anchor], _FIRST)
         own = self._state.reduction.own
         if len(own) == 1:
-            return [list(aliases)]
-        collected = []
-        for number in own:
-            collected.append(list(_Collect.apply(self, number, *aliases)))  # type: ignore[no-untyped-call]
-            collect: Any = collected[-1][-1].grad_fn
-            collect._set_sequence_nr(_FIRST)
-        return collected
+            return [launching]
+        return [_aliases(partial(self.collect, number), launching, _FIRST) for number in own]
 
     def clear(self) -> None:
         """Forget the gradients of an earlier backward."""
@@ -130,7 +101,9 @@ class _HubBucket(Bucket):
         self.work = None
         self._parts = {}
 
-    def collect(self, number: int, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def collect(
+        self, number: int, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Keep the gradients of an own slice; return that of the anchor for one slice only."""
         *own, anchor = gradients
         # `create_graph`: copies in a flat tensor would have no graph.
@@ -140,13 +113,17 @@ class _HubBucket(Bucket):
             self._state.begin_backward()
             flat = self.fill(_dense(own))
             self.sums = self._state.reduction.merge({(number, number + 1): flat, **self.sums})
-        return anchor if number == self._state.reduction.own.start else None
+        if number != self._state.reduction.own.start:
+            anchor = None
+        # `launch` takes the other gradients from this bucket.
+        return [*[None] * len(own), anchor]
 
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Start the sum of own gradients. The returned tensors only carry the order of nodes."""
+        *gradients, _ = gradients  # that of the anchor
         own = self._state.reduction.own
         if torch.is_grad_enabled():  # create_graph: crossings that can be differentiated
-            return self._leave([self._parts.get(number, gradients) for number in own])
+            return [*self._leave([self._parts.get(number, gradients) for number in own]), None]
         self._state.begin_backward()
         if len(own) == 1:
             gradients = _dense(gradients)
@@ -165,7 +142,7 @@ class _HubBucket(Bucket):
             self._hooks = []
             self._state.start_in_order()
         # Views of the same memory, so that this takes no time; `finish` replaces them.
-        return list(self.views(next(iter(self.sums.values()))))
+        return [*self.views(next(iter(self.sums.values()))), None]
 
     def _leave(self, slices: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """Return sums of gradients of the own slices over all, which can be differentiated."""
