@@ -206,10 +206,6 @@ class CallExchange:
         """Return the result of `compute` for the only own slice."""
         return compute(self, [value])[0]
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all slices. Differentiable."""
-        return totals(self, [values])[0]
-
     def sum(self, parts: Parts) -> torch.Tensor:
         """Return the sum of one tensor of each slice, without a graph.
 

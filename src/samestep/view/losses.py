@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from samestep.view.crossings import totals
 from samestep.view.draws import Draws, Rule
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -109,7 +110,7 @@ def _loss(operations: Draws, function: Callable[..., Any], arguments: Any, optio
         count = divisor(function, named)
     if region is None or count is None:
         return function(**named)
-    return mean(function, named, count, region.exchange.total)
+    return mean(function, named, count, partial(region.exchange.join, totals))
 
 
 # Divide by the weights of the classes of all targets that are not ignored.

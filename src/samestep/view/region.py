@@ -41,14 +41,6 @@ class Exchange(Protocol):
         """
         ...
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all slices, for each. Differentiable.
-
-        Args:
-            values: a tensor with equal shape and dtype in all slices.
-        """
-        ...
-
 
 @dataclass
 class Region:

@@ -20,7 +20,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.view.crossings import totals
 from samestep.view.region import Joined, Parts, Sums
 
 
@@ -217,11 +216,6 @@ class Part:
             for part, result in zip(self.parts, results, strict=True):
                 part.joined.append(result)
         return self.joined[-1]
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all slices. Differentiable."""
-        total: torch.Tensor = self.join(totals, values)
-        return total
 
     def advance(self) -> None:
         """Run until the part joins the others or ends.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samestep.view.crossings import totals
 from samestep.view.operations import Operations
 from samestep.view.region import Exchange, Region, inside
 from samestep.view.slice_threads import AllHere, Part, run_in_lockstep
@@ -45,9 +44,6 @@ class Apart:
 
     def join(self, compute: Any, value: Any) -> Any:
         return compute(self, [value])[0]
-
-    def total(self, values: Tensor) -> Tensor:
-        return totals(self, [values])[0]
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         return self._meeting(self._rank, parts[0])

@@ -137,8 +137,8 @@ def floats(*elements: int) -> tuple[Sum, ...]:
 
 
 def two_sums(rank: int, exchange: CallExchange) -> Any:
-    first = exchange.total(torch.full((2, 3), rank + 0.5))
-    return float(exchange.total(first.sum()))
+    first = exchange.join(totals, torch.full((2, 3), rank + 0.5))
+    return float(exchange.join(totals, first.sum()))
 
 
 @pytest.mark.parametrize("expected", [None, floats(6, 1)], ids=["first call", "later call"])
@@ -253,7 +253,7 @@ def test_sums_of_the_backward_are_not_counted() -> None:
     def compute(ranks: ThreadRanks) -> Any:
         exchange = exchange_of(ranks, floats(3))
         value = torch.full((3,), ranks.rank + 1.0, requires_grad=True)
-        total = exchange.total(value)
+        total = exchange.join(totals, value)
         exchange.end_forward()
         (total * (ranks.rank + 1)).sum().backward()
         assert value.grad is not None

@@ -21,7 +21,7 @@ Compute = Callable[..., Any]
 class NoExchange:
     """Refuses communication."""
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def join(self, compute: Any, value: Any) -> Any:
         raise AssertionError("a draw does not communicate")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from samestep.view.crossings import totals
 from samestep.view.slice_threads import AllHere, OutOfStep, Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
 
 VARIABLE = ContextVar("variable", default=0)
@@ -26,7 +27,7 @@ def run(*computes: Callable[[Part], Any]) -> list[Any]:
 
 
 def test_each_part_gets_the_total() -> None:
-    results = run(*(lambda part, n=n: part.total(torch.tensor([n])).item() for n in range(4)))
+    results = run(*(lambda part, n=n: part.join(totals, torch.tensor([n])).item() for n in range(4)))
     assert results == [6, 6, 6, 6]
 
 
@@ -38,7 +39,7 @@ def test_gradients_go_to_all_parts() -> None:
     x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
 
     def compute(index: int) -> Callable[[Part], Any]:
-        return lambda part: (part.total(x[index] ** 2) * (index + 1)).exp()
+        return lambda part: (part.join(totals, x[index] ** 2) * (index + 1)).exp()
 
     results = run(*(compute(index) for index in range(3)))
     (gradient,) = torch.autograd.grad(results, x)
@@ -47,7 +48,7 @@ def test_gradients_go_to_all_parts() -> None:
 
 
 def test_a_part_may_write_into_its_total() -> None:
-    assert run(*(lambda part, n=n: part.total(torch.ones(1)).mul_(n).item() for n in (1, 10))) == [2, 20]
+    assert run(*(lambda part, n=n: part.join(totals, torch.ones(1)).mul_(n).item() for n in (1, 10))) == [2, 20]
 
 
 def test_no_graph_without_grad() -> None:
@@ -55,7 +56,7 @@ def test_no_graph_without_grad() -> None:
 
     def compute(part: Part) -> bool:
         with torch.no_grad():
-            return part.total(x).requires_grad
+            return part.join(totals, x).requires_grad
 
     assert run(compute, compute) == [False, False]
 
@@ -72,7 +73,7 @@ def test_one_part_runs_at_a_time_in_order() -> None:
     def compute(name: str) -> Callable[[Part], None]:
         def run_part(part: Part) -> None:
             events.append(name)
-            part.total(torch.ones(1))
+            part.join(totals, torch.ones(1))
             events.append(name.upper())
 
         return run_part
@@ -87,10 +88,10 @@ def test_a_failing_part_ends_all(position: int) -> None:
 
     def compute(index: int) -> Callable[[Part], None]:
         def run_part(part: Part) -> None:
-            part.total(torch.ones(1))
+            part.join(totals, torch.ones(1))
             if index == position:
                 raise KeyError(index)
-            part.total(torch.ones(1))
+            part.join(totals, torch.ones(1))
             reached.append(index)
 
         return run_part
@@ -103,7 +104,7 @@ def test_a_failing_part_ends_all(position: int) -> None:
 @pytest.mark.parametrize("counts", [(0, 1), (1, 0), (2, 3), (1, 1, 2)])
 def test_other_numbers_of_totals_are_refused(counts: tuple[int, ...]) -> None:
     def compute(count: int) -> Callable[[Part], None]:
-        return lambda part: [part.total(torch.ones(1)) for _ in range(count)] and None
+        return lambda part: [part.join(totals, torch.ones(1)) for _ in range(count)] and None
 
     with pytest.raises(OutOfStep, match="numbers of values"):
         run(*(compute(count) for count in counts))
@@ -112,14 +113,14 @@ def test_other_numbers_of_totals_are_refused(counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("others", [torch.ones(2), torch.ones(1, dtype=torch.float64)])
 def test_other_shapes_and_dtypes_are_refused(others: torch.Tensor) -> None:
     with pytest.raises(OutOfStep, match="shapes or dtypes"):
-        run(lambda part: part.total(torch.ones(1)), lambda part: part.total(others))
+        run(lambda part: part.join(totals, torch.ones(1)), lambda part: part.join(totals, others))
 
 
 def test_a_script_that_catches_everything_ends_too() -> None:
     def stubborn(part: Part) -> None:
         for _ in range(3):
             try:
-                part.total(torch.ones(1))
+                part.join(totals, torch.ones(1))
             except BaseException:  # as scripts do
                 continue
 
@@ -139,7 +140,7 @@ def test_a_failing_turn_ends_all() -> None:
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="no turn"):
         run_in_lockstep(
-            [Part(lambda part: part.total(torch.ones(1)), nullcontext), Part(lambda part: None, turn)], AllHere()
+            [Part(lambda part: part.join(totals, torch.ones(1)), nullcontext), Part(lambda part: None, turn)], AllHere()
         )
     assert threading.active_count() == before
 
@@ -149,7 +150,7 @@ def test_context_variables_of_the_caller_hold_and_those_of_a_part_are_its_own() 
 
     def compute(part: Part) -> int:
         VARIABLE.set(VARIABLE.get() + 1)
-        part.total(torch.ones(1))
+        part.join(totals, torch.ones(1))
         return VARIABLE.get()
 
     try:
@@ -167,7 +168,7 @@ def dense(x: torch.Tensor, weights: list[torch.Tensor], part: Part | None) -> to
         result = torch.tanh(inputs @ weight)
         total = result.sum(0)
         if part is not None:
-            total = part.total(total)
+            total = part.join(totals, total)
         seen.append(result + 0.1 * total)
     return sum(seen[1:], seen[0])
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from samestep.view import operations as operations_module
+from samestep.view.crossings import totals
 from samestep.view.operations import Operations
 from samestep.view.trial import try_division
 from samestep.view.trial_result import ComputedWhole, Division, Output
@@ -453,7 +454,7 @@ def center(operations: Operations, function: Any, arguments: Any, options: Any) 
     (values,) = arguments
     if region is None:
         return function(values)
-    return values - region.exchange.total(values.sum(0)) / region.rows
+    return values - region.exchange.join(totals, values.sum(0)) / region.rows
 
 
 def centered(values: torch.Tensor) -> torch.Tensor:
@@ -479,7 +480,7 @@ def test_a_wrong_rule_is_found(rules: None, monkeypatch: pytest.MonkeyPatch) -> 
     def wrong(operations: Operations, function: Any, arguments: Any, options: Any) -> torch.Tensor:
         if operations.region is None:
             return function(*arguments)
-        total = operations.region.exchange.total(arguments[0].sum(0)).detach()  # no gradient through the mean
+        total = operations.region.exchange.join(totals, arguments[0].sum(0)).detach()  # no gradient through the mean
         return arguments[0] - total / operations.region.rows
 
     monkeypatch.setitem(operations_module.RULES, centered, wrong)
@@ -525,7 +526,7 @@ def test_draws_that_do_not_follow_the_rows_are_refused(rules: None) -> None:
 def test_a_part_that_asks_for_another_number_of_totals_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(operations: Operations, function: Any, arguments: Any, options: Any) -> torch.Tensor:
         if operations.region is not None and operations.region.own > 2:
-            operations.region.exchange.total(torch.ones(1))
+            operations.region.exchange.join(totals, torch.ones(1))
         return function(*arguments)
 
     monkeypatch.setitem(operations_module.RULES, torch.special.expit, odd)
