@@ -33,12 +33,11 @@ from samestep.strategies.tensor_slices import (
     Parts,
     SlicedTensor,
     Slicing,
-    add,
     divide,
     divided_error,
     join,
-    spread,
 )
+from samestep.view.crossings import enter, leave
 from samestep.view.module_tensors import Entry, replaced
 
 _PRODUCTS = (functional.linear, functional.embedding, torch.addmm)
@@ -161,7 +160,7 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if weight.place.kind == "row":
         parts = inputs.parts if isinstance(inputs, SlicedTensor) else divide(inputs, slicing)
         results = [one(part, own) for part, own in zip(parts, weight.parts(), strict=True)]
-        total = add(results, slicing)
+        total = leave(results, slicing)
         # Once, to the sum: every slice has the whole bias.
         if bias is None:
             return total
@@ -170,7 +169,8 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     # Each output needs all inputs, which a `column` before this one has left divided.
     if isinstance(inputs, SlicedTensor):
         inputs = inputs.join()
-    operands: list[Sequence[Any]] = [spread(inputs, slicing), weight.parts()]
+    own_inputs = enter(inputs, slicing, len(slicing.owned))
+    operands: list[Sequence[Any]] = [own_inputs, weight.parts()]
     if bias is not None:
         operands.append(bias.parts())
     results = [one(*own) for own in zip(*operands, strict=True)]

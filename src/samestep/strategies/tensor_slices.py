@@ -76,7 +76,7 @@ class Slicing:
         every = gather_equal(world, local, range(world.size), "an all-gather of slices")
         return torch.cat(every, dim)
 
-    def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of the values of all slices in tree order. A collective."""
         return self._sums.sum(parts)
 
@@ -88,26 +88,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-# Each of these four functions has another one as its derivative.
-
-
-def spread(tensor: torch.Tensor, slicing: Slicing) -> Parts:
-    """Return a full tensor once per slice of this rank; gradients of all slices are added."""
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
-        return (tensor,) * len(slicing.owned)
-    return crossing(
-        [tensor],
-        # Views: gradients of one tensor would be added in the order of the backward.
-        lambda full: [full.view_as(full) for _ in slicing.owned],
-        lambda *gradients: [add(gradients, slicing)],
-    )
-
-
-def add(parts: Parts, slicing: Slicing) -> torch.Tensor:
-    """Return the sum of the values of all slices, on every rank."""
-    return crossing(
-        parts, lambda *own: [slicing.add(own)], lambda gradient: spread(gradient, slicing)
-    )[0]
+# Each of these two functions is the derivative of the other one.
 
 
 def divide(tensor: torch.Tensor, slicing: Slicing) -> Parts:

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.distributed.world import Session, World
 from samestep.errors import InputError
-from samestep.strategies.tensor_slices import SlicedTensor, Slicing, add, checked_forward, divide, join, spread
+from samestep.strategies.tensor_slices import SlicedTensor, Slicing, checked_forward, divide, join
+from samestep.view.crossings import enter, leave
 
 SLICES = 3
 
@@ -33,7 +34,7 @@ def divided(slicing: Slicing) -> SlicedTensor:
 
 def test_sums_are_in_tree_order(slicing: Slicing) -> None:
     first, second, third = (torch.tensor([value]) for value in (1.0, 2.0**-24, 2.0**-24))
-    assert float(add([first, second, third], slicing)) == 1.0 + 2.0**-23
+    assert float(leave([first, second, third], slicing)) == 1.0 + 2.0**-23
     assert float(first + second + third) == 1.0
 
 
@@ -43,9 +44,9 @@ def test_the_four_functions_have_exact_gradients(slicing: Slicing) -> None:
     (join(divide(full, slicing), slicing) * weights).sum().backward()
     assert torch.equal(full.grad, weights)  # type: ignore[arg-type]
     full.grad = None
-    (add(spread(full, slicing), slicing) * weights).sum().backward()
+    (leave(enter(full, slicing, SLICES), slicing) * weights).sum().backward()
     assert torch.equal(full.grad, (weights + weights) + weights)  # type: ignore[arg-type]
-    assert all(part is full.detach() or not part.requires_grad for part in spread(full.detach(), slicing))
+    assert not any(part.requires_grad for part in enter(full.detach(), slicing, SLICES))
 
 
 @pytest.mark.parametrize(
