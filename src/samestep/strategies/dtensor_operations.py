@@ -51,7 +51,7 @@ def compute_whole(*, is_exact: bool) -> None:
     dispatcher: Any = DTensor._op_dispatcher
     # Outside of calls every plain tensor is replicated.
     dispatcher._allow_implicit_replication = True
-    dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _whole
     # Torch would use its default group for this one.
     dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = _whole
     before = dispatcher._propagate_op_sharding_dispatch_slow_path
@@ -218,14 +218,6 @@ def _pickled(tensor: DTensor, protocol: Any) -> Any:
     if isinstance(tensor, nn.Parameter):
         full = nn.Parameter(full, tensor.requires_grad)
     return full.__reduce_ex__(protocol)
-
-
-def _number(operation: Any, arguments: Any, options: Any) -> Any:
-    """Return a tensor of one element as a number of Python."""
-    value = arguments[0]
-    if isinstance(value, DTensor):
-        value = _full(value)
-    return operation(value)
 
 
 @torch.no_grad()
