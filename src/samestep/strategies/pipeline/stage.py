@@ -116,7 +116,7 @@ class Stage:
         module: the whole model; the parameters of other stages are released.
         config: stages, or none for balanced ones.
         world: ranks of the pipeline.
-        begin: called at the beginning of each backward.
+        begin: called by each slice in a backward; sends a word at the beginning of one.
 
     Raises:
         InputError: the model cannot be partitioned.
@@ -145,7 +145,6 @@ class Stage:
         }
         # Messages are in the graph by this scalar, also without own weights that need gradients.
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
-        self._task = -1
         # Also their sequence numbers, so low that they run after the backwards of all slices.
         self._shared_nodes = 0
         self._slots = ParameterSlots(module)
@@ -346,21 +345,15 @@ class Stage:
         tensors = message.tensors
         if torch.is_grad_enabled() and any(message.have_gradients):
             own = len(tensors) if self.number == last else 0
-            # With the anchor every rank has this node, in the backward of which a word is sent.
+            # With the anchor every rank has this node, in the backward of which a word is sent:
+            # stages reach their sums of gradients one after another.
             tokens = [*later.tokens, self._anchor]
             tensors = Outputs.apply(  # type: ignore[no-untyped-call]
-                self._begin_backward, message.have_gradients, own, *tensors, *tokens
+                self._begin, message.have_gradients, own, *tensors, *tokens
             )
         remaining = iter(tensors)
         leaves = [next(remaining) if other is None else other[0] for other in others]
         return tree_unflatten(leaves, treespec_loads(text))
-
-    def _begin_backward(self) -> None:
-        """Send a word before a backward: stages reach their sums of gradients one after another."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._begin()
 
 
 def _hidden() -> Any:
