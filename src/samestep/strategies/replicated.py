@@ -34,12 +34,13 @@ class HubStrategy(Strategy):
         """Return the hub of the present parameters of this rank."""
         # The script may have replaced, moved or frozen parameters since the last call.
         if self._hub is None or not self._hub.is_current(own):
-            self.require_no_pending()
+            if self._hub is not None:
+                self._hub.require_no_pending()
             self._hub = self.hub_class(call.module, own, self.reduction, before_reduction)
             self._hub.is_deferred = self._is_deferred
         return self._hub
 
-    def require_no_pending(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._hub is not None:
             self._hub.require_no_pending()
 

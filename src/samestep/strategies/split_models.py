@@ -154,6 +154,7 @@ class Split(HubStrategy):
         Raises:
             InputError: it was made before the division, or needs parameters of other stages.
         """
+        super().before_step(optimizer)
         if self._former is not None:
             self._former.require_others(optimizer)
             divide_loaded_state(optimizer)

@@ -312,15 +312,9 @@ class Strategy(ABC):
         """Make written buffers equal on ranks that compute the same rows, if they are not."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
-        """Prepare an optimizer for a step, and require that it was made after `prepare`.
+        """Prepare an optimizer for a step, and require that it can update the parameters.
 
         Raises:
-            InputError: it was made before.
-        """
-
-    def require_no_pending(self) -> None:  # noqa: B027  # most strategies keep none
-        """Require that the gradients of all backwards were summed.
-
-        Raises:
-            RunError: they were not.
+            InputError: it was made before `prepare`.
+            RunError: gradients of a backward were not summed.
         """

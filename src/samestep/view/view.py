@@ -328,7 +328,6 @@ class View:
         if self.ranks.size == 1 or self.whole_here() is not None:
             return
         for strategy in self._strategies:
-            strategy.require_no_pending()
             strategy.before_step(optimizer)
         splits = any(strategy.splits_module for strategy in self._strategies)
         self.in_step.facts_of_step(optimizer, has_equal_gradients=not splits)
