@@ -303,12 +303,11 @@ def _strategy(
         if is_exact or is_part:
             # `exact` has a fixed order of sums, and torch's reduce-scatter that of the backend.
             kind = Gathered
-        kind = partial(kind, is_exact=is_exact)
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:
         from samestep.strategies.split_models import Split  # slow to import
 
-        kind = partial(Split, slices=slices, plan=plan, is_exact=is_exact)
-    return kind(world, view.ranks, view.reduction, view.begin_backward)
+        kind = partial(Split, slices=slices, plan=plan)
+    return kind(world, view.ranks, view.reduction, view.begin_backward, is_exact=is_exact)
 
 
 def _place(module: nn.Module) -> None:

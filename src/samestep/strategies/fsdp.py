@@ -61,9 +61,8 @@ class Sharded(Strategy):
 
     exchanges_in_calls = True
 
-    def __init__(self, *arguments: Any, is_exact: bool = False) -> None:
-        super().__init__(*arguments)
-        self.is_exact = is_exact
+    def __init__(self, *arguments: Any, is_exact: bool) -> None:
+        super().__init__(*arguments, is_exact=is_exact)
         self._gathers = Gathers()
         self._former: FormerParameters | None = None
         self._hub: Hub | None = None
@@ -84,11 +83,6 @@ class Sharded(Strategy):
             for part, own_class in classes.items()
             if isinstance(part, FSDPModule)
         ]
-
-    def of_copy(self) -> Sharded:
-        return type(self)(
-            self._world, self.ranks, self.reduction, self._before_reduction, is_exact=self.is_exact
-        )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide state that was loaded from a file, and require that no parameter is undivided."""

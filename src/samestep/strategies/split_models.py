@@ -65,7 +65,7 @@ class Split(HubStrategy):
         before_reduction: as of every strategy.
         slices: slices of matrix products; 1 for the size of the tensor axis.
         plan: kinds of division by shell pattern of module names; empty for built-in plans.
-        is_exact: whether results have the bits of one process.
+        is_exact: as of every strategy.
     """
 
     splits_module = True
@@ -80,17 +80,16 @@ class Split(HubStrategy):
         *,
         slices: int = 1,
         plan: Mapping[str, str] = MappingProxyType({}),
-        is_exact: bool = False,
+        is_exact: bool,
     ) -> None:
         data = world.data
         # Ranks of one tensor axis or pipeline have the same rows: replicas alone share a batch.
         if data.size < world.size:
             ranks = Ranks(data)
             reduction = FastReduction(ranks)
-        super().__init__(world, ranks, reduction, before_reduction)
+        super().__init__(world, ranks, reduction, before_reduction, is_exact=is_exact)
         self._slices = slices
         self._plan = plan
-        self.is_exact = is_exact
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
         self._former: FormerParameters | None = None

@@ -34,15 +34,15 @@ class CallSlices:
     Args:
         strategy: strategy of the module.
         microbatches: see above.
-        is_exact: each microbatch is a slice, otherwise the rows of each rank.
     """
 
-    def __init__(self, strategy: Strategy, microbatches: int | None, *, is_exact: bool) -> None:
+    def __init__(self, strategy: Strategy, microbatches: int | None) -> None:
         self.microbatches = microbatches
         self._strategy = strategy
-        self._is_exact = is_exact
+        # Each microbatch is a slice, otherwise the rows of each rank.
+        self._is_by_microbatch = strategy.is_exact or strategy.has_stages
         # The reduction of several own slices needs the number of microbatches.
-        self._has_reduction = not (is_exact or strategy.has_stages)
+        self._has_reduction = not self._is_by_microbatch
         self._last: Slices | None = None
 
     def of_rows(self, rows: int) -> Slices | None:
@@ -53,7 +53,7 @@ class CallSlices:
         """
         # Most batches of a loop have one size.
         if self._last is None or self._last.rows != rows:
-            if self._is_exact or self._strategy.has_stages:
+            if self._is_by_microbatch:
                 self._last = self._by_microbatch(rows)
             else:
                 self._last = self._by_rank(rows)
@@ -79,13 +79,13 @@ class CallSlices:
             return None
         if self.microbatches is None:
             self.microbatches = default_microbatches(rows)
-            if not self._is_exact:
+            if not self._strategy.is_exact:
                 # Several rows of each: small matrix products take as long as larger ones.
                 self.microbatches = default_microbatches(max(rows // 2, ranks.size))
             require_microbatches(self.microbatches, ranks.size)
         bounds = microbatch_bounds(rows, self.microbatches)
-        slices = Slices(bounds, ranks.size, ranks.rank, copies=self._is_exact)
+        slices = Slices(bounds, ranks.size, ranks.rank, copies=self._strategy.is_exact)
         if not self._has_reduction:
-            self._strategy.sum_slices(slices, is_exact=self._is_exact)
+            self._strategy.sum_slices(slices)
             self._has_reduction = True
         return slices

@@ -63,7 +63,6 @@ class DividedCall:
         strategy: computes the inside of the call.
         kind: kind of the call, with its division.
         call: the call.
-        is_exact: each slice has the bits of a slice that is computed alone.
         local_batch_norm: batch norm uses the statistics of the own rows.
     """
 
@@ -74,11 +73,11 @@ class DividedCall:
         kind: Kind,
         call: Call,
         *,
-        is_exact: bool,
         local_batch_norm: bool,
     ) -> None:
         assert kind.division is not None
         division = kind.division
+        is_exact = strategy.is_exact
         # The script's generator advances before the snapshot: slices begin after it.
         seed = view.draw_seed(division.draw_factors, is_exact=is_exact)
         self._view = view
@@ -86,7 +85,6 @@ class DividedCall:
         self._kind = kind
         self._division = division
         self._call = call
-        self._is_exact = is_exact
         self._has_other_changes = False
         self._before = Snapshot(call.parts, kind.written, view.device)
         expected = kind.exchanges
@@ -192,7 +190,7 @@ class DividedCall:
 
     def _note_state(self, result: OwnResult) -> None:
         """Note the state after an own slice, without its aliases of parameters."""
-        if self._is_exact:  # otherwise a rank with fewer slices would change it less often
+        if self._strategy.is_exact:  # otherwise a rank with fewer slices would change it less often
             self._has_other_changes |= bool(self._before.changes())
             result.operations.numbers += self._before.values()
 

@@ -77,7 +77,7 @@ class FirstCalls:
         self.view = view
         self.strategy = strategy
         self.options = options
-        self.is_exact = options.reduction == "exact"
+        self.is_exact = strategy.is_exact
         self.summary = ModuleSummary(type(module).__name__)
         self._module = weakref.ref(module)
 

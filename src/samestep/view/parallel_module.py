@@ -39,7 +39,7 @@ class ParallelModule(FirstCalls):
     ) -> None:
         super().__init__(view, module, strategy, options)
         view.add(self.summary, strategy)
-        self._slices = CallSlices(strategy, options.microbatches, is_exact=self.is_exact)
+        self._slices = CallSlices(strategy, options.microbatches)
         self._kinds = KindsOfModule(view.kinds, view.device.type, options.batch_norm)
 
     def call(
@@ -158,7 +158,6 @@ class ParallelModule(FirstCalls):
             self.strategy,
             kind,
             call,
-            is_exact=self.is_exact,
             local_batch_norm=self.options.batch_norm == "local",
         )
         results = divided.own_results()

@@ -250,6 +250,7 @@ class Strategy(ABC):
         exchanges_in_calls: ranks exchange messages in calls, whole ones too, which a word must
             precede.
         is_deferred: whether gradients may be kept for a later backward (`samestep.no_sync`).
+        is_exact: results have the same bits on all numbers of ranks: each microbatch is a slice.
 
     Args:
         world: all ranks, with the configuration of the strategy and its mesh.
@@ -257,6 +258,7 @@ class Strategy(ABC):
         reduction: see above.
         before_reduction: called once in each backward before its first sum of gradients; sends a
             word.
+        is_exact: see above.
     """
 
     has_stages = False
@@ -264,23 +266,31 @@ class Strategy(ABC):
     exchanges_in_calls = False
 
     def __init__(
-        self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]
+        self,
+        world: World,
+        ranks: Ranks,
+        reduction: Reduction,
+        before_reduction: Callable[[], None],
+        *,
+        is_exact: bool,
     ) -> None:
         self.ranks = ranks
         self.reduction = reduction
         self.is_deferred = False
+        self.is_exact = is_exact
         self._world = world
         self._before_reduction = before_reduction
 
-    def sum_slices(self, slices: Slices, *, is_exact: bool) -> None:
+    def sum_slices(self, slices: Slices) -> None:
         """Set the reduction of calls with several own slices."""
         self.reduction = FastReduction(self.ranks, slices.own, self._world.strategy.hook)
-        if is_exact:
+        if self.is_exact:
             self.reduction = ExactReduction(self.ranks.world, len(slices.bounds))
 
     def of_copy(self) -> Strategy:
         """Return a strategy for a copy of the module, which is not prepared yet."""
-        return type(self)(self._world, self.ranks, self.reduction, self._before_reduction)
+        arguments = (self._world, self.ranks, self.reduction, self._before_reduction)
+        return type(self)(*arguments, is_exact=self.is_exact)
 
     def prepare(self, module: nn.Module) -> None:  # noqa: B027  # replicas need no preparation
         """Divide or place the parameters of a module, in place. Called once, by all ranks."""
