@@ -20,7 +20,7 @@ from samestep.distributed.rng import torch_generator
 from samestep.view.leaves import VALUES, TensorReference, flatten, is_held_elsewhere, kept_elsewhere
 from samestep.view.operations import RULES, Operation, Operations, is_number
 from samestep.view.reachable import FUNCTIONS, Reachable, changed, is_library, tensor_mark
-from samestep.view.watched_graph import BackwardCode, captures, sequence_number
+from samestep.view.watched_graph import BackwardCode, captures
 
 _ARGUMENTS = (
     *(*VALUES, *FUNCTIONS, types.BuiltinFunctionType),
@@ -79,7 +79,7 @@ def watch(
     reachable = _reachable(module, received)
     before = reachable.digest()
     recorder = _Recorder(tensors)
-    start = sequence_number()
+    start: int = torch._C._autograd._get_sequence_nr()  # private; of the first node of the call
     with recorder:
         result = compute()
     returned = flatten(result)[0]

@@ -39,12 +39,6 @@ class Captures:
     functions: list[Any] = field(default_factory=list)
 
 
-def sequence_number() -> int:
-    """Return the number of the next node of a graph in this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()  # private
-    return number
-
-
 def captures(
     own: Iterable[Any],
     returned: Iterable[Any],
