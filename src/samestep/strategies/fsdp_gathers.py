@@ -309,7 +309,7 @@ class ShardedParameters(CallParameters):
                     ]
 
     @contextmanager
-    def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
+    def in_backward(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Surround a backward: FSDP writes sums of gradients into `.grad`, which is free here."""
         self._before_reduction()
         self._kept = [(one.grad, one._post_accumulate_grad_hooks) for one in self._divided]

@@ -401,7 +401,7 @@ class _SplitParameters(CallParameters):
             yield
 
     @contextmanager
-    def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
+    def in_backward(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         with (
             self._leaves_in_place(leaves),
             replaced(self._others),

@@ -50,7 +50,6 @@ class InnerSlice:
         self._forward = forward
         self._own = own
         self._region = region
-        self._position = position
 
     def result_in_graph(self) -> OwnResult:
         """Run the forward, with one node in the present graph."""
@@ -97,8 +96,7 @@ class InnerSlice:
         own = leaves[: self._count]
         region = replace(self._region, is_recomputed=True)
         if roots:
-            surroundings = self.parameters.in_backward(own, self._position)
-            with surroundings, inside(region), Operations(region):
+            with self.parameters.in_backward(own), inside(region), Operations(region):
                 # Not `torch.autograd.backward`: as a function of torch, it would run outside of the
                 # mode.
                 torch.autograd.graph._engine_run_backward(

@@ -169,9 +169,7 @@ class CallParameters(ABC):
     def in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Surround the forward of a slice with an inner graph: `leaves` are the parameters."""
 
-    def in_backward(
-        self, leaves: Sequence[torch.Tensor], position: int
-    ) -> AbstractContextManager[None]:
+    def in_backward(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Surround the backward of a slice with an inner graph, which may recompute parts of it."""
         return self.in_place(leaves)
 
