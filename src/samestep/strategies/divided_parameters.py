@@ -6,15 +6,12 @@ This module does not import the class of DTensors, which is slow and mostly not 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from samestep.checkpoint.contents import SavedParameters, Values
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 def is_divided(tensor: torch.Tensor) -> bool:
@@ -35,11 +32,13 @@ class DividedParameters(SavedParameters):
             yield name, slot, full
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        parameter = self.local[name]
+        parameter: Any = self.local[name]
         # State of another shape has no parts, such as a number of steps.
         if not is_divided(parameter) or full.shape != parameter.shape:
             return full
-        return divided_like(parameter, full)
+        from samestep.strategies.dtensors import Division  # slow to import
+
+        return Division.of(parameter).divided(full, parameter.device)
 
 
 class StageParameters(DividedParameters):
@@ -89,14 +88,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     divided: Any = tensor
     return full_value(divided)
-
-
-def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
-    """Return a full tensor, which every rank has, divided as a parameter; without a graph."""
-    from samestep.strategies.dtensors import Division
-
-    divided: Any = parameter
-    return Division.of(divided).divided(full, parameter.device)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
