@@ -195,17 +195,6 @@ class ParameterSlots:
             self._index[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
 
-    def put(self, replacements: Sequence[torch.Tensor]) -> None:
-        """Fill all slots.
-
-        Args:
-            replacements: tensors in the order of `tensors`.
-        """
-        for container, key, index in self._direct:
-            container[key] = replacements[index]
-        for container, key, value in self._nested:
-            container[key] = self._rebuilt(value, replacements)
-
     def entries(self, mapping: Mapping[torch.Tensor, torch.Tensor]) -> list[Entry]:
         """Return the slots of the keys of `mapping`, with present values and replacements."""
         replacements = [mapping.get(tensor, tensor) for tensor in self.tensors]

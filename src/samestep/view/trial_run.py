@@ -141,14 +141,15 @@ class Setting:
     def begin(self) -> None:
         """Put the module and the generators into their first states, with new copies of tensors."""
         self.base.restore()
-        fresh: list[torch.Tensor] = []
+        fresh: dict[torch.Tensor, torch.Tensor] = {}
         for index, tensor in enumerate(self._slots.tensors):
             # Parameters are common to all runs, so that gradients of parts are summed.
             copy: torch.Tensor | None = self._copies.get(index)
             if copy is None:
                 copy = _without_zeros(_converted(tensor, self.dtype))
-            fresh.append(copy)
-        self._slots.put(fresh)
+            fresh[tensor] = copy
+        for container, key, _, replacement in self._slots.entries(fresh):
+            container[key] = replacement
         self._restore_generators()
 
     def arguments(self, start: int, stop: int) -> tuple[Any, dict[int, torch.Tensor]]:
