@@ -108,9 +108,6 @@ class Unit:
             for name in _MARKS:
                 part.__dict__.pop(name, None)
 
-    def __repr__(self) -> str:
-        return f"Unit({type(self._module).__name__})"
-
     @property
     def _fsdp_parameters(self) -> Iterator[Any]:
         return (parameter for group in self._groups for parameter in group.fsdp_params)
