@@ -11,22 +11,28 @@ import torch
 Node = tuple[int, int]  # slices [lo, hi) of a batch that a sum holds
 
 
-class Reduction(Protocol):
-    """Sums over the slices of a batch, each of which belongs to one rank.
+class Sums(Protocol):
+    """Sums over all slices of a batch, of all ranks."""
+
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of one tensor of each slice, as a new tensor without a graph.
+
+        Args:
+            parts: tensors of the own slices, of one shape and dtype.
+        """
+        ...
+
+
+class Reduction(Sums, Protocol):
+    """Sums over the slices of a batch, each of which belongs to one rank, also of gradients.
+
+    Sums are contiguous tensors, on all ranks.
 
     Attributes:
         own: numbers of the slices of this rank.
     """
 
     own: range
-
-    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of one tensor of each slice, as a new contiguous tensor, on all ranks.
-
-        Args:
-            parts: tensors of the own slices, of one shape and dtype.
-        """
-        ...
 
     def merge(self, sums: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
         """Return sums of flat tensors of own slices, with those added that can be, in place.

@@ -30,7 +30,6 @@ from torch.nn import functional
 from samestep.errors import InputError
 from samestep.strategies.dtensors import Division
 from samestep.strategies.tensor_slices import (
-    Parts,
     SlicedTensor,
     Slicing,
     divide,
@@ -39,6 +38,7 @@ from samestep.strategies.tensor_slices import (
 )
 from samestep.view.crossings import enter, leave
 from samestep.view.module_tensors import Entry, replaced
+from samestep.view.region import Parts
 
 _PRODUCTS = (functional.linear, functional.embedding, torch.addmm)
 _ATTRIBUTES = ("dtype", "device", "requires_grad", "ndim", "is_cuda", "layout")

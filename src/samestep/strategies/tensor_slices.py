@@ -27,10 +27,9 @@ from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.reduce.exact import ExactReduction, gather_equal
 from samestep.view.crossings import crossing
+from samestep.view.region import Parts
 
 ALIGNMENT = 64  # bytes, as of new memory on CPUs; matrix products can depend on it
-
-Parts = Sequence[torch.Tensor]
 
 
 class Slicing:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from samestep.reduce.fast import Sums
 from samestep.view.crossings import totals
 from samestep.view.draws import Arguments, Draws, Options, Rule
-from samestep.view.region import Region, Sums
+from samestep.view.region import Region
 
 
 class _Moments(NamedTuple):

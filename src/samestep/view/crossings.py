@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from samestep.microbatches import Slices
-from samestep.reduce.fast import Reduction
+from samestep.reduce.fast import Reduction, Sums
 from samestep.view.messages import Ranks, RowMessages
-from samestep.view.region import Joined, Parts, Sums
+from samestep.view.region import Joined, Parts
 
 
 class RowBounds:

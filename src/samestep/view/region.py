@@ -10,21 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
+from samestep.reduce.fast import Sums
+
 Parts = Sequence[torch.Tensor]
-
-
-class Sums(Protocol):
-    """Sums over all slices of a batch, of all ranks."""
-
-    def sum(self, parts: Parts) -> torch.Tensor:
-        """Return the sum of a part of each slice, as a new tensor without a graph.
-
-        Args:
-            parts: one tensor of each own slice, all of one shape and dtype.
-        """
-        ...
-
-
 # From sums over all slices and a value of each slice that is computed here: a result for each.
 Joined = Callable[[Sums, list[Any]], list[Any]]
 

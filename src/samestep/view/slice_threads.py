@@ -20,7 +20,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.view.region import Joined, Parts, Sums
+from samestep.reduce.fast import Sums
+from samestep.view.region import Joined, Parts
 
 
 class ThreadModes:
