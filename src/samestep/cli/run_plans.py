@@ -71,8 +71,7 @@ def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) 
     """
     newest = CheckpointFolder(folder / "checkpoints").newest_valid()
     if newest is not None:
-        step = str(read_state(newest).progress.step)
-        return plan_from_checkpoint(folder, step, overrides, trust=trust)
+        return plan_from_checkpoint(folder, str(step_of(newest)), overrides, trust=trust)
     _require_run(folder)
     return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
 
