@@ -77,9 +77,9 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
         checkpoints = CheckpointFolder(trial.scratch)
         # A trial that was killed in the first step has no checkpoint.
         if trial.killed is not None and checkpoints.steps():
-            checkpoint = checkpoints.find("last")
-            batches.cursor = load(checkpoint, driver.training).cursor
-            driver.steps = int(checkpoint.resolve().name.removeprefix("step-"))
+            saved = load(checkpoints.find("last"), driver.training)
+            batches.cursor = saved.cursor
+            driver.steps = saved.step
         trained = train(driver, batches)
         while driver.steps < trial.steps and next(trained, None) is not None:
             if trial.kill_at is not None:
