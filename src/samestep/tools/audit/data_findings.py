@@ -17,6 +17,7 @@ _UNIQUE = 8  # samples with different contents, each on several ranks
 _PATHS = 3  # of files in one finding
 
 Group = dict[int, Pass]  # passes of all ranks
+Draws = dict[Any, list[int]]  # samples of one rank, by the state with which they were drawn
 
 
 def data_findings(world: World) -> Iterator[Finding]:
@@ -177,49 +178,47 @@ def _equal_augmentation(world: World) -> Iterator[Finding]:
 
     The state after a batch is compared too: a sample that seeds a generator ends in another.
     """
-    draws: list[dict[Any, list[int]]] = []
-    for rank in range(world.size):
-        states: dict[Any, list[int]] = {}
+    draws: list[Draws] = [{} for _ in range(world.size)]
+    for rank, states in enumerate(draws):
         for event in (*world.ranks[rank], *world.children[rank]):
             if event["kind"] == "fetch_draws":
                 for name, pair in event["states"].items():
                     states[name, *pair] = event["samples"]
-        draws.append(states)
-    for rank in range(1, world.size):
-        equal = [
-            key
-            for key in draws[0].keys() & draws[rank].keys()
-            if _are_disjoint(draws[0][key], draws[rank][key])
-        ]
-        if len(equal) >= _MIN_DRAWS:
-            names = ", ".join(sorted({name for name, *_ in equal}))
-            text = f"ranks 0 and {rank} load {len(equal)} batches of different samples with the"
-            text = f"{text} same state of {names}"
-            trained = [one.info["line"] for one in passes(world.ranks[0])]
-            yield Finding("equal-random-draws", text, next(iter(trained), ""))
-            return
+    for rank, equal in _equal_draws(draws):
+        names = ", ".join(sorted({name for name, *_ in equal}))
+        text = f"ranks 0 and {rank} load {len(equal)} batches of different samples with the"
+        text = f"{text} same state of {names}"
+        trained = [one.info["line"] for one in passes(world.ranks[0])]
+        yield Finding("equal-random-draws", text, next(iter(trained), ""))
 
 
 def _equal_dropout(world: World) -> Iterator[Finding]:
-    calls: list[dict[tuple[Any, ...], tuple[list[int], str]]] = []  # samples and line, by rank
-    for rank in range(world.size):
+    draws: list[Draws] = [{} for _ in range(world.size)]
+    lines: dict[Any, str] = {}
+    for rank, states in enumerate(draws):
         samples: list[int] = []
-        calls.append({})
         for event in world.ranks[rank]:
             if event["kind"] == "batch":
                 samples = event["samples"]
             elif event["kind"] == "dropout":
                 key = (event["step"], event["call"], *event["shape"], event["state"])
-                calls[rank][key] = (samples, event["line"])
-    for rank in range(1, world.size):
+                states[key] = samples
+                lines.setdefault(key, event["line"])  # of the first rank
+    for rank, equal in _equal_draws(draws):
+        text = f"ranks 0 and {rank} make {len(equal)} calls of dropout with equal masks for"
+        yield Finding("equal-random-draws", f"{text} different samples", lines[equal[0]])
+
+
+def _equal_draws(draws: list[Draws]) -> Iterator[tuple[int, list[Any]]]:
+    """Yield the first rank with states of rank 0 for other samples, and these states."""
+    for rank in range(1, len(draws)):
         equal = [
-            line
-            for key, (samples, line) in calls[0].items()
-            if key in calls[rank] and _are_disjoint(samples, calls[rank][key][0])
+            state
+            for state, samples in draws[0].items()
+            if _are_disjoint(samples, draws[rank].get(state, []))
         ]
         if len(equal) >= _MIN_DRAWS:
-            text = f"ranks 0 and {rank} make {len(equal)} calls of dropout with equal masks for"
-            yield Finding("equal-random-draws", f"{text} different samples", equal[0])
+            yield rank, equal
             return
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 import zlib
 from collections import deque
@@ -26,9 +25,9 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import fetch as torch_fetch
 
-from samestep.distributed.rng import numpy_generator
+from samestep.distributed.rng import numpy_generator, python_generator, torch_generator
 from samestep.tools.audit.events import user_line
-from samestep.tools.audit.session import Session, sample_numbers, state_hash
+from samestep.tools.audit.session import Session, sample_numbers
 
 _HASHED_BATCHES = 64  # of a pass
 _HASHED_VALUES = 64  # of a sample
@@ -319,7 +318,4 @@ def _row_hashes(data: Any, count: int) -> list[list[int]]:
 
 def _generator_states() -> dict[str, int]:
     """Return hashes of the states of the generators of torch, Python and NumPy."""
-    # Hashes of integers are equal in all processes, unlike those of text.
-    states = {"torch": state_hash(torch.get_rng_state()), "random": hash(random.getstate()[1])}
-    states["numpy"] = numpy_generator()
-    return states
+    return {"torch": torch_generator(), "random": python_generator(), "numpy": numpy_generator()}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import operator
 import uuid
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -107,8 +105,3 @@ def sample_numbers(index: Any) -> list[int] | None:
         return list(map(operator.index, indices))
     except TypeError:
         return None
-
-
-def state_hash(state: torch.Tensor) -> int:
-    """Return a hash of the state of a generator."""
-    return zlib.crc32(state.numpy().tobytes())
