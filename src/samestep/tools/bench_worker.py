@@ -19,7 +19,7 @@ from samestep.recipes.optimizers import apply_schedule
 from samestep.recipes.predict import evaluated
 from samestep.tools.bench import WARMUP_STEPS, Contender, Timing, Trained
 from samestep.tools.learning_rates import has_diverged
-from samestep.tools.ranks import StopRequested, endless, train, wait_for_all
+from samestep.tools.ranks import StopRequested, endless, train
 
 
 def train_contender(contender: Contender, epochs: int, options: RunOptions) -> Trained | None:
@@ -105,7 +105,7 @@ def _time_steps(built: Built, steps: int) -> Timing:
     samples = 0
     waits = 0.0
     # The kernels of the warm-up must not count.
-    wait_for_all(world)
+    _wait_for_all(world)
     began = time.perf_counter()
     for _ in range(steps):
         asked = time.perf_counter()
@@ -113,9 +113,16 @@ def _time_steps(built: Built, steps: int) -> Timing:
         waits += time.perf_counter() - asked
         for _ in train(built.driver, [batch]):
             samples += len(batch.samples)
-    wait_for_all(world)
+    _wait_for_all(world)
     seconds = time.perf_counter() - began
     return Timing(seconds / steps, waits / seconds, samples / seconds)
+
+
+def _wait_for_all(world: World) -> None:
+    """Wait for the computations of this rank's accelerator, then for the other ranks."""
+    if is_accelerator(world.device):
+        accelerator_module().synchronize(world.device)
+    world.barrier()
 
 
 def _peak_memory(world: World) -> int | None:

@@ -7,8 +7,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.world import World
 from samestep.launcher.process_state import process_state
 from samestep.launcher.worker import run_script
 from samestep.parallelize import any_rank
@@ -41,13 +39,6 @@ def endless(data: WholeBatches) -> Iterator[RecipeBatch]:
     """Yield the batches of one epoch after another."""
     while True:
         yield from (batch for batch in data if batch.data is not None)
-
-
-def wait_for_all(world: World) -> None:
-    """Wait for the computations of this rank's accelerator, then for the other ranks."""
-    if is_accelerator(world.device):
-        accelerator_module().synchronize(world.device)
-    world.barrier()
 
 
 def begin_experiment(checkpoints: Path) -> None:
