@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
+from itertools import count
 from typing import Any, TextIO
 
 import torch
@@ -74,7 +75,8 @@ class Observer:
         # Options of the modules of an unchanged script.
         self._outermost: Mapping[str, Any] | None = None
         self._modules = 0  # that were observed
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._optimizer_numbers = count(1)
         self._process = os.getpid()
         self._eps = 0.0  # accuracy of the least accurate weights
         self._is_inside = False  # of a call of a module
@@ -310,11 +312,9 @@ class Observer:
         self.write(kind, note)
 
     def _parameters(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        known = [reference() for reference in self._optimizers]
-        if not any(other is optimizer for other in known):
-            self._optimizers.append(weakref.ref(optimizer))
-            known.append(optimizer)
-        number = next(i for i, other in enumerate(known, start=1) if other is optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = next(self._optimizer_numbers)
+        number = self._optimizers[optimizer]
         names = {id(parameter): name for name, parameter in self._named(nn.Module.named_parameters)}
         parameters = (one for group in optimizer.param_groups for one in group["params"])
         return {
