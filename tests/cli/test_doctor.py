@@ -214,8 +214,6 @@ def test_ctrl_c_is_no_finding(tmp_path: Path, processes: int) -> None:
     assert "Traceback" not in done.err
 
 
-def test_devices_option_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_devices_option_without_gpus(refused: Callable[..., str]) -> None:
     for arguments, message in (([], "torch sees 0"), (["--device", "cpu"], "--devices with --device cpu")):
-        assert main(["train", "digits", "--runs", str(tmp_path), "--devices", "0", *arguments]) == 2
-        assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+        assert message in refused("train", "digits", "--devices", "0", *arguments)

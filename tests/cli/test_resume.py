@@ -261,10 +261,6 @@ def test_failed_requeue_is_an_error_after_the_checkpoint(tmp_path: Path) -> None
     assert (tmp_path / "runs/a/checkpoints/last").exists()
 
 
-def test_requeue_without_a_job_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requeue_without_a_job_is_an_error(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert here("train", "digits", "--requeue", cwd=tmp_path) == 2
-    assert "--requeue, but SLURM_JOB_ID is not set" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
+    assert "--requeue, but SLURM_JOB_ID is not set" in refused("train", "digits", "--requeue")

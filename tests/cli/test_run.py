@@ -332,19 +332,12 @@ def test_script_that_ends_its_process(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith(title)
 
 
-def test_binary_file_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "model.pt"
-    path.write_bytes(b"PK\0\1")
-    assert here("run", "--processes", 1, path, cwd=tmp_path) == 2
-    assert capsys.readouterr().err.startswith(f"error: {path}")
-
-
-def test_file_that_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "reviews.csv"
-    path.write_text("text,label\ngood film,1\n", encoding="utf-8")
-    assert here("run", "--processes", 1, path, cwd=tmp_path) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {path}, line 2: invalid syntax: good film,1 [E_UNREADABLE]")
+def test_file_that_is_no_script(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "model.pt").write_bytes(b"PK\0\1")
+    assert refused("run", "--processes", 1, "model.pt").startswith("error: model.pt")
+    (tmp_path / "reviews.csv").write_text("text,label\ngood film,1\n", encoding="utf-8")
+    err = refused("run", "--processes", 1, "reviews.csv")
+    assert err.startswith("error: reviews.csv, line 2: invalid syntax: good film,1 [E_UNREADABLE]")
 
 
 @pytest.mark.parametrize("name", ["parts/train.py", "parts/inner/train.py", "parts/__main__.py"])
@@ -364,10 +357,8 @@ def test_file_of_a_package_is_one_to_run_by_its_name(
     assert here("run", "--processes", 1, "-m", advice[1], cwd=Path(advice[2])) == 0
 
 
-def test_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert here("run", "nothing.py", cwd=tmp_path) == 2
-    assert "nothing.py is not a file" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_missing_script_is_an_error(refused: Callable[..., str]) -> None:
+    assert "nothing.py is not a file" in refused("run", "nothing.py")
 
 
 @pytest.mark.parametrize("before", [(), ("--processes", "2")])

@@ -6,7 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -105,12 +105,8 @@ def test_shared_folder_check_ends_a_job(tmp_path: Path, capsys: Captured) -> Non
         (("slurm", "digits", "--nodes", 2, "--gpus", 0, "--name", "$(reboot)"), "E_VALUE"),
     ],
 )
-def test_invalid_input(tmp_path: Path, capsys: Captured, arguments: tuple[object, ...], code: str) -> None:
-    assert here("submit", *arguments, cwd=tmp_path) == 2
-    error = capsys.readouterr().err
-    assert f"[{code}]" in error
-    assert "fix:" in error
-    assert not list(tmp_path.iterdir())
+def test_invalid_input(refused: Callable[..., str], arguments: tuple[object, ...], code: str) -> None:
+    assert f"[{code}]" in refused("submit", *arguments)
 
 
 SUBMIT = ("submit", "slurm", *JOB)

@@ -10,7 +10,7 @@ import signal
 import struct
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,15 +164,9 @@ def test_run_resumed_with_fewer_ranks_has_fewer_rows(folder: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["runs"], "runs is not a run"), (["runs/none", "--once"], "runs/none is not a run")]
 )
-def test_invalid_input(folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tree(folder)
-    assert here("top", *arguments, cwd=folder) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith(f"error: {message}")
-    assert "\n  expected: " in output.err
-    assert "\n  fix:      " in output.err
-    assert tree(folder) == before
+def test_invalid_input(refused: Callable[..., str], tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "runs").mkdir()
+    assert refused("top", *arguments).startswith(f"error: {message}")
 
 
 def test_top_does_not_import_torch(folder: Path) -> None:
