@@ -1,6 +1,7 @@
 """Rank functions for `zoo/test_bad_images.py` and `zoo/test_model_libraries.py`."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,12 @@ from helpers.models import digest, seeded
 from samestep.config import Recipe, RunOptions
 from samestep.distributed.world import all_gather
 from samestep.errors import DataError
-from samestep.recipes.bad_samples import IndexedCollate, IndexedSamples
+from samestep.recipes.bad_samples import IndexedSamples, collate_usable
 from samestep.recipes.builder import build, start_world
 from samestep.zoo.images import load_image_list, load_images
 from samestep.zoo.splits import Splits
 
 BATCH, MICROBATCHES = 6, 4
-
-Outcome = dict[str, Any]
 
 
 class Net(nn.Sequential):
@@ -30,18 +29,17 @@ class Net(nn.Sequential):
         super().__init__(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
 
 
-def outcomes(paths: Sequence[Path]) -> list[Outcome]:
+def outcomes(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the outcome of two epochs on the images of each folder or list.
 
     With `stop`, the messages of the errors; with `skip`, the hash of the weights and the skipped samples.
     """
     samestep.init(device="cpu", reduction="exact")
-    return [_outcome(path) for path in paths]
-
-
-def _outcome(path: Path) -> Outcome:
-    splits = (load_images if path.is_dir() else load_image_list)(str(path), image_size=8, evaluation_fraction=0.4)
-    return {"stop": _messages(splits), "skip": _trained(splits)}
+    found = []
+    for path in paths:
+        splits = (load_images if path.is_dir() else load_image_list)(str(path), image_size=8, evaluation_fraction=0.4)
+        found.append({"stop": _messages(splits), "skip": _trained(splits)})
+    return found
 
 
 def _messages(splits: Splits) -> list[str]:
@@ -56,8 +54,9 @@ def _messages(splits: Splits) -> list[str]:
 
 
 def _trained(splits: Splits) -> dict[str, object]:
+    collate = partial(collate_usable, collate=splits.collate)
     train, evaluation = (
-        samestep.loader(IndexedSamples(data, skips=True), BATCH, collate_fn=IndexedCollate(splits.collate))
+        samestep.loader(IndexedSamples(data, skips=True), BATCH, collate_fn=collate)
         for data in (splits.train, splits.evaluation)
     )
     model = samestep.parallel(seeded(0, Net, dtype=torch.float32), reduction="exact", microbatches=MICROBATCHES)

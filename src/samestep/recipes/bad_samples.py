@@ -62,25 +62,14 @@ class IndexedSamples:
             return index, _Unusable(error.value)
 
 
-class IndexedCollate:
-    """Collate function for the samples of `IndexedSamples`.
-
-    Args:
-        collate: collate function of the recipe.
-    """
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[tuple[int, Any]]) -> RecipeBatch:
-        """Return the batch of the usable samples."""
-        usable = [(index, sample) for index, sample in samples if not isinstance(sample, _Unusable)]
-        data = self._collate([sample for _, sample in usable]) if usable else None
-        skipped = [sample.text for _, sample in samples if isinstance(sample, _Unusable)]
-        # With a type: an empty list would be float32.
-        return RecipeBatch(
-            data, torch.tensor([index for index, _ in usable], dtype=torch.int64), skipped
-        )
+def collate_usable(samples: list[tuple[int, Any]], collate: Collate) -> RecipeBatch:
+    """Return the batch of the usable samples of `IndexedSamples`."""
+    usable = [(index, sample) for index, sample in samples if not isinstance(sample, _Unusable)]
+    data = collate([sample for _, sample in usable]) if usable else None
+    skipped = [sample.text for _, sample in samples if isinstance(sample, _Unusable)]
+    # With a type: an empty list would be float32.
+    indices = torch.tensor([index for index, _ in usable], dtype=torch.int64)
+    return RecipeBatch(data, indices, skipped)
 
 
 def parts_of(data: Any, samples: int, parts: int) -> list[Any]:

@@ -31,7 +31,7 @@ from samestep.launcher.process_state import process_state
 from samestep.loading import loader
 from samestep.metrics.metrics import Accuracy, CountMetric, LossMetric, build_metrics
 from samestep.parallelize import parallel, world_of_process
-from samestep.recipes.bad_samples import IndexedCollate, IndexedSamples
+from samestep.recipes.bad_samples import IndexedSamples, collate_usable
 from samestep.recipes.loss import LossFunction, RecipeLoss
 from samestep.recipes.models import (
     check_same_weights,
@@ -290,7 +290,7 @@ def _loaders(
         IndexedSamples(splits.train, skips=skips),
         batch_size=recipe.batch_size,
         shuffle=True,
-        collate_fn=IndexedCollate(splits.train_collate or splits.collate),
+        collate_fn=partial(collate_usable, collate=splits.train_collate or splits.collate),
         lengths=splits.train_lengths,
         drop_last=recipe.data.drop_last or is_single,
         **options,
@@ -298,7 +298,7 @@ def _loaders(
     evaluation = loader(
         IndexedSamples(splits.evaluation, skips=skips),
         batch_size=recipe.batch_size,
-        collate_fn=IndexedCollate(splits.collate),
+        collate_fn=partial(collate_usable, collate=splits.collate),
         lengths=splits.evaluation_lengths,
         **options,
     )
