@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def files_below(root: Path) -> list[Path]:
-    """Return the files of a folder and its subfolders, sorted by path.
+def files_below(root: Path, suffixes: Sequence[str] = ("",)) -> list[Path]:
+    """Return the files of a folder and its subfolders with one of the suffixes, sorted by path.
 
-    Hidden files and folders, whose names begin with a dot, are left out. Links to folders are
-    followed, unless their files are already part of the result, as those of a link to a folder
-    above.
+    Suffixes can be in upper or lower case; by default, any file is returned. Hidden files and
+    folders, whose names begin with a dot, are left out. Links to folders are followed, unless their
+    files are already part of the result, as those of a link to a folder above.
     """
 
     def raise_unless_closed(error: OSError) -> None:
@@ -42,13 +42,8 @@ def files_below(root: Path) -> list[Path]:
                 links += [path for path in paths if os.path.islink(path)]
         # After all folders: a folder counts under the path without a link.
         starts = sorted(links)
-    return sorted(files)
-
-
-def by_suffix(files: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files with one of the suffixes, in upper or lower case."""
     endings = tuple(suffix.lower() for suffix in suffixes)
-    return [file for file in files if file.name.lower().endswith(endings)]
+    return sorted(file for file in files if file.name.lower().endswith(endings))
 
 
 def fingerprint_of(names: Sequence[str], checksums: Sequence[str] = ()) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from samestep.config.validation import require_path
 from samestep.errors import DataError
-from samestep.zoo.data_files import by_suffix, files_below, fingerprint_of
+from samestep.zoo.data_files import files_below, fingerprint_of
 from samestep.zoo.image_files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.image_transforms import ImageTransforms, Transform
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
@@ -195,7 +195,7 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
         )
     samples: list[Sample] = []
     for number, name in enumerate(classes):
-        files = by_suffix(files_below(root / name), IMAGE_SUFFIXES)
+        files = files_below(root / name, IMAGE_SUFFIXES)
         if not files:
             problem = f"class {name!r} has no images that end in {', '.join(IMAGE_SUFFIXES)}"
             raise _invalid_classes(problem, f"remove the folder {root / name}, or add images")

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from samestep.checkpoint.durable_files import replacing
 from samestep.config.validation import require_path
 from samestep.errors import DataError
-from samestep.zoo.data_files import by_suffix, files_below, fingerprint_of
+from samestep.zoo.data_files import files_below, fingerprint_of
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.options import is_count, require_count, require_option
 from samestep.zoo.splits import (
@@ -171,7 +171,7 @@ def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
         files = [file for file in sources if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)]
     else:
         require_path(root, "folder", "data.options.path is a file or folder of text")
-        files = by_suffix(files_below(root), suffixes)
+        files = files_below(root, suffixes)
     if not files:
         raise DataError(
             f"{root} has no files that end in {', '.join(suffixes)}",

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from samestep.config.validation import require_path
 from samestep.errors import DataError
-from samestep.zoo.data_files import by_suffix, files_below
+from samestep.zoo.data_files import files_below
 from samestep.zoo.image_files import IMAGE_SUFFIXES, file_errors, open_image
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.validation_split import train_validation_split
@@ -77,7 +77,7 @@ def _find_pairs(root: Path, mask_suffix: str) -> list[Pair]:
 def _by_name(folder: Path, mask_suffix: str) -> dict[str, Path]:
     require_path(folder, "folder", "data.options.path has the folders images and masks")
     files: dict[str, Path] = {}
-    for path in by_suffix(files_below(folder), IMAGE_SUFFIXES):
+    for path in files_below(folder, IMAGE_SUFFIXES):
         name = path.relative_to(folder).with_suffix("").as_posix().removesuffix(mask_suffix)
         if name in files:
             raise DataError(
