@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 from pydantic import ConfigDict, Field
@@ -217,10 +216,3 @@ def _integers(image: Image.Image) -> NDArray[Any]:
     if values.dtype.kind not in "bui":
         raise ValueError(f"the mode is {image.mode}; masks contain integers or RGB colors")
     return values
-
-
-def as_target(numbers: torch.Tensor, *, is_binary: bool) -> torch.Tensor:
-    """Return class numbers as the target of a loss for one output channel, or for several."""
-    if is_binary:
-        return numbers.to(torch.float32).unsqueeze(0)
-    return numbers.to(torch.int64)

@@ -18,7 +18,7 @@ from samestep.zoo.data_files import fingerprint_of
 from samestep.zoo.image_files import read_image
 from samestep.zoo.image_transforms import MEAN, STD
 from samestep.zoo.losses import IGNORED
-from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
+from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, read_mask, split_pairs
 from samestep.zoo.options import unusable, validated
 from samestep.zoo.overlays import areas, blended, class_map
 from samestep.zoo.splits import Splits, Task
@@ -145,7 +145,9 @@ class MaskedImages:
             expected = "masks of the size of their images"
             raise unusable(problem, expected, "correct the pair and resume", "E_MASK")
         pixels, numbers = self._transform(image, mask)
-        return pixels, as_target(numbers, is_binary=self._code.is_binary)
+        if self._code.is_binary:
+            return pixels, numbers.to(torch.float32).unsqueeze(0)
+        return pixels, numbers.to(torch.int64)
 
 
 def load_segmentation(
