@@ -34,7 +34,7 @@ def entries(splits: Any) -> list[tuple[str, int]]:
     pairs = []
     for part in (splits.train, splits.evaluation):
         assert isinstance(part, LabeledImages)
-        pairs += [(sample.source.name, sample.label) for sample in part.samples if sample.label is not None]
+        pairs += [(sample.source.name, sample.label) for sample in part.samples if isinstance(sample.label, int)]
     return sorted(pairs)
 
 

@@ -25,11 +25,10 @@ _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "test
 
 
 class Sample(NamedTuple):
-    """One image. An unusable row of a list raises its error on access."""
+    """One image."""
 
     source: Path
-    label: int | None  # class number; None for an unusable row
-    error: DataError | None = None  # of an unusable row
+    label: int | DataError  # class number; the error of an unusable row, which is raised on access
 
 
 class LabeledImages:
@@ -43,9 +42,9 @@ class LabeledImages:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        source, label, error = self.samples[index]
-        if error is not None or label is None:
-            raise error or _unusable("no label")
+        source, label = self.samples[index]
+        if isinstance(label, DataError):
+            raise label
         return self._transform(read_image(source)), label
 
 
@@ -136,11 +135,13 @@ def load_image_list(
         root = Path(table).parent if image_root is None else Path(image_root)
         source = root / row.text
         if row.problem:
-            return Sample(source, None, _unusable(f"{row.where}: {row.problem}"))
+            expected = "an image and a label that is one of the classes"
+            problem = f"{row.where}: {row.problem}"
+            return Sample(source, unusable(problem, expected, "correct the row", "E_CLASSES"))
         try:
             return Sample(source, labels.number(row.label, row.where))
         except DataError as error:
-            return Sample(source, None, error)
+            return Sample(source, error)
 
     train = [sample(row, path) for row in rows]
     if evaluation_path is not None:
@@ -154,7 +155,8 @@ def load_image_list(
 def _split(
     samples: list[Sample], keys: list[str], fraction: float, classes: Sequence[str]
 ) -> tuple[list[Sample], list[Sample]]:
-    labels = [sample.label for sample in samples]
+    # Unusable rows are split by their keys alone.
+    labels = [sample.label if isinstance(sample.label, int) else None for sample in samples]
     parts = train_validation_split(keys, fraction, unit="image", labels=labels, classes=classes)
     train, validation = ([samples[index] for index in indices] for indices in parts)
     return train, validation
@@ -205,8 +207,3 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
 
 def _invalid_classes(problem: str, fix: str) -> DataError:
     return DataError(problem, "at least two classes with images", fix, code="E_CLASSES")
-
-
-def _unusable(problem: str) -> DataError:
-    expected = "an image and a label that is one of the classes"
-    return unusable(problem, expected, "correct the row", "E_CLASSES")
