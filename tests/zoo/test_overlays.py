@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from samestep.zoo.overlays import class_map, is_segmentation, overlay, write_overlays
+from samestep.zoo.overlays import class_map, overlay, owner_of_classes, write_pictures
 
 
 def test_class_map_of_one_channel_and_of_several() -> None:
@@ -34,17 +34,20 @@ def test_overlay_shows_input_mask_and_prediction(channels: int) -> None:
 def test_overlay_of_classes(tmp_path: Path) -> None:
     outputs = torch.randn(2, 4, 6, 5, generator=torch.Generator().manual_seed(0))
     targets = torch.randint(0, 4, (2, 6, 5), generator=torch.Generator().manual_seed(1))
-    paths = write_overlays(tmp_path / "overlays", [3, 11], torch.rand(2, 3, 6, 5), targets, outputs)
+    pictures = map(overlay, torch.rand(2, 3, 6, 5), targets, outputs)
+    write_pictures(tmp_path / "overlays", [3, 11], pictures)
+    paths = sorted((tmp_path / "overlays").iterdir())
     assert [path.name for path in paths] == ["sample-000003.png", "sample-000011.png"]
     for path in paths:
         with Image.open(path) as image:
             assert image.size == (5 * 3 + 8, 6)
 
 
-def test_is_segmentation_needs_one_class_per_pixel() -> None:
+def test_pixels_or_images_have_classes() -> None:
     images = torch.zeros(2, 3, 8, 8)
-    assert is_segmentation(images, torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 8, 8))
-    assert is_segmentation(images, torch.zeros(2, 8, 8), torch.zeros(2, 5, 8, 8))
-    assert not is_segmentation(images, torch.zeros(2), torch.zeros(2, 5))
-    assert not is_segmentation({"pixels": images}, torch.zeros(2, 8, 8), torch.zeros(2, 5, 8, 8))
-    assert not is_segmentation(images, torch.zeros(2, 4, 4), torch.zeros(2, 5, 4, 4))
+    assert owner_of_classes(images, torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 8, 8)) == "pixel"
+    assert owner_of_classes(images, torch.zeros(2, 8, 8), torch.zeros(2, 5, 8, 8)) == "pixel"
+    assert owner_of_classes(images, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5)) == "image"
+    assert owner_of_classes(images, torch.zeros(2), torch.zeros(2, 5)) is None
+    assert owner_of_classes({"pixels": images}, torch.zeros(2, 8, 8), torch.zeros(2, 5, 8, 8)) is None
+    assert owner_of_classes(images, torch.zeros(2, 4, 4), torch.zeros(2, 5, 4, 4)) is None

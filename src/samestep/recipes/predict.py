@@ -25,7 +25,7 @@ from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.training_step import autocast, call_model
 from samestep.session import start
 from samestep.zoo.options import call, takes
-from samestep.zoo.overlays import is_image, is_segmentation, write_overlays, write_pictures
+from samestep.zoo.overlays import overlay, owner_of_classes, scaled_image, write_pictures
 from samestep.zoo.splits import Answer, Task
 
 _MAX_OVERLAYS = 16  # and texts
@@ -217,20 +217,19 @@ def _draw_samples(
             inputs, targets = driver.on_device(batch)
             outputs = driver.losses(inputs, targets)[0]
             positions = batch.samples.tolist()[: _MAX_OVERLAYS - number * recipe.batch_size]
-            is_dense = is_segmentation(inputs, targets, outputs)
-            is_picture = is_dense or is_image(inputs, targets, outputs)
-            if not is_picture and text_of is None:
+            owner = owner_of_classes(inputs, targets, outputs)
+            if owner is None and text_of is None:
                 continue
             # On all ranks, because it gathers.
             true, scores = (tensor[: len(positions)] for tensor in (targets, outputs))
-            if is_picture:
+            if owner is not None:
                 inputs = inputs[: len(positions)]
-            if is_dense and is_main:
-                write_overlays(folder, positions, inputs, true, scores)
-            elif is_picture and is_main:
-                write_pictures(folder, positions, inputs)
+            if owner == "pixel" and is_main:
+                write_pictures(folder, positions, map(overlay, inputs, true, scores))
+            elif owner == "image" and is_main:
+                write_pictures(folder, positions, map(scaled_image, inputs))
             pairs: list[Sequence[int]] = [()] * len(positions)
-            if not is_dense:
+            if owner != "pixel":
                 numbers = torch.stack([true, scores.argmax(dim=1)], dim=1)
                 pairs = device_reads.copy(numbers).tolist()
             for position, pair in zip(positions, pairs, strict=True):

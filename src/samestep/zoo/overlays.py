@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -75,10 +75,9 @@ def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) 
     """
     if targets.is_floating_point():
         targets = targets[0]
-    pixels = device_reads.copy(inputs.detach().float())
     predicted = class_map(outputs)
     expected: Classes = device_reads.copy(targets.detach().long()).numpy()
-    image = scaled_image(pixels)
+    image = scaled_image(inputs)
     is_binary = outputs.shape[0] == 1
     layers = [blended(image, one, is_binary=is_binary) for one in (expected, predicted)]
     row = Image.new("RGB", (3 * image.width + 2 * _GAP, image.height), "white")
@@ -87,48 +86,31 @@ def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) 
     return row
 
 
-def is_segmentation(inputs: Any, targets: Any, outputs: Any) -> bool:
-    """Return whether a batch has images with one class per pixel."""
+def owner_of_classes(inputs: Any, targets: Any, outputs: Any) -> Literal["pixel", "image"] | None:
+    """Return what has a class in a batch of images; None for other batches."""
     if not all(isinstance(value, torch.Tensor) for value in (inputs, targets, outputs)):
-        return False
+        return None
     shape = outputs.shape[2:]
     is_dense = len(shape) == 2 and inputs.shape[2:] == shape
-    return is_dense and tuple(targets.shape) in ((len(outputs), *shape), (len(outputs), 1, *shape))
-
-
-def write_overlays(
-    folder: Path,
-    samples: Sequence[int],
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    outputs: torch.Tensor,
-) -> list[Path]:
-    """Write one PNG per sample, named by the number of the sample; ranks share the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"sample-{number:06}.png" for number in samples]
-    for path, *sample in zip(paths, inputs, targets, outputs, strict=True):
-        overlay(*sample).save(path)
-    return paths
-
-
-def is_image(inputs: Any, targets: Any, outputs: Any) -> bool:
-    """Return whether a batch has images `(N, 1 or 3, H, W)` with one class per image."""
-    if not all(isinstance(value, torch.Tensor) for value in (inputs, targets, outputs)):
-        return False
+    if is_dense and tuple(targets.shape) in ((len(outputs), *shape), (len(outputs), 1, *shape)):
+        return "pixel"
     is_picture = inputs.dim() == 4 and inputs.shape[1] in (1, 3)
     is_class = outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
-    return is_picture and is_class and bool(outputs.shape[1] > 1)
+    if is_picture and is_class and outputs.shape[1] > 1:
+        return "image"
+    return None
 
 
-def write_pictures(folder: Path, samples: Sequence[int], inputs: torch.Tensor) -> None:
-    """Write the inputs `(N, 1 or 3, H, W)` as PNGs, named as those of `write_overlays`."""
+def write_pictures(folder: Path, samples: Sequence[int], pictures: Iterable[Image.Image]) -> None:
+    """Write one PNG per sample, named by the number of the sample."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, pixels in zip(samples, device_reads.copy(inputs.float()), strict=True):
-        scaled_image(pixels).save(folder / f"sample-{number:06}.png")
+    for number, picture in zip(samples, pictures, strict=True):
+        picture.save(folder / f"sample-{number:06}.png")
 
 
-def scaled_image(pixels: torch.Tensor) -> Image.Image:
-    """Return `pixels` `(channels, H, W)`, scaled from the least to the largest value."""
+def scaled_image(inputs: torch.Tensor) -> Image.Image:
+    """Return `inputs` `(channels, H, W)`, scaled from the least to the largest value."""
+    pixels = device_reads.copy(inputs.detach().float())
     low = pixels.min()
     high = pixels.max()
     # At least a small range: all pixels can be equal.
