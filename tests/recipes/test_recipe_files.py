@@ -1,5 +1,6 @@
-"""Recipes as YAML files, with overrides and validation."""
+"""Recipes as YAML files, with overrides, validation, and values that errors suggest."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from samestep.config import Recipe
 from samestep.errors import RecipeError
+from samestep.recipes.overrides import full_key
 from samestep.recipes.recipe_files import (
     differences,
     load_recipe,
@@ -159,3 +161,95 @@ def test_repeated_key_is_refused(tmp_path: Path) -> None:
     path.write_text("step: {seed: 1}\nbatch_size: 8\nstep: {clip_norm: 1.0}\n", encoding="utf-8")
     with pytest.raises(RecipeError, match="the key 'step' occurs twice"):
         read_recipe(path)
+
+
+# --- values that errors suggest ---
+
+
+INVALID = {
+    "epochs=abc": "epochs=15",
+    "epochs=0": "epochs=15",
+    "batch_size=null": "batch_size=64",
+    "precision=fp8": "step.precision=fp32",
+    "schedule.name=cosin": "schedule.name=cosine",
+    "step.seed=-1": "step.seed=0",
+    "data=photos": "data.options.path=photos",
+    "model=resnet18": "model.name=resnet18",
+    "batchsize=32": "batch_size=32",
+    "step.reductoin=fast": "step.reduction=fast",
+    "optimizer.layer_decy=1": "optimizer.layer_decay=1",
+    "optimizer.option.lr=1": "optimizer.options.lr=1",
+    "data.cache=1": "data.options.cache=1",
+    "schedule.warmup=1": "schedule.warmup_epochs=1",
+    "data.options.x=[1": "'data.options.x=\"[1\"'",
+}
+
+
+@pytest.mark.parametrize("setting", INVALID)
+def test_suggested_setting_is_accepted(setting: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe("digits", [setting])
+    suggested = error.value.fix.removeprefix("did you mean ").removesuffix("?")
+    assert suggested == INVALID[setting]
+    load_recipe("digits", shlex.split(suggested))
+
+
+@pytest.mark.parametrize(("key", "value"), [("batch_size", "none"), ("epochs", "many")])
+def test_suggestion_for_a_file_is_accepted(tmp_path: Path, key: str, value: str) -> None:
+    text = "data: {name: digits}\nmodel: {name: digits_net}\noptimizer: {name: sgd}\n"
+    values = {"batch_size": 64, "epochs": 1, key: value}
+    path = tmp_path / "mine.yaml"
+    path.write_text(text + "".join(f"{name}: {one}\n" for name, one in values.items()), encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_recipe(str(path))
+    load_recipe(str(path), [error.value.fix])
+
+
+# --- short keys and paths ---
+
+
+DIGITS = recipe_data(load_recipe("digits"))
+
+SHORT = {
+    "lr": "optimizer.options.lr",
+    "momentum": "optimizer.options.momentum",
+    "path": "data.options.path",
+    "seed": "step.seed",
+    "width": "model.options.width",
+    "options.width": "model.options.width",
+    "mesh.shard": "strategy.mesh.shard",
+    "epochs": "epochs",
+    "step.seed": "step.seed",
+    "qwertz": "qwertz",
+}
+
+
+@pytest.mark.parametrize("key", SHORT)
+def test_end_of_one_key_is_the_key(key: str) -> None:
+    assert full_key(DIGITS, key) == SHORT[key]
+
+
+def test_end_of_several_keys_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="name is the end of 6 keys") as error:
+        full_key(DIGITS, "name", "sgd")
+    assert "optimizer.name=sgd" in error.value.fix
+
+
+def test_short_keys_are_those_of_the_recipe() -> None:
+    recipe = load_recipe("digits", ["lr=0.5", "seed=3", "width=8"])
+    full = ["optimizer.options.lr=0.5", "step.seed=3", "model.options.width=8"]
+    assert recipe == load_recipe("digits", full)
+
+
+def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", "/data")
+    recipe = load_recipe("images", ["path=~/photos", "evaluation_path=$PLACE/val", "model.pretrained=$GONE/a.pth"])
+    assert recipe.data.options["path"] == f"{tmp_path}/photos"
+    assert recipe.data.options["evaluation_path"] == "/data/val"
+    assert recipe.model.pretrained == "$GONE/a.pth"
+
+
+def test_other_values_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/a")
+    assert load_recipe("digits", ["best_by=loss_~", "data.options.x=~/a"]).data.options["x"] == "~/a"
