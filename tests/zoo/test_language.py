@@ -5,6 +5,8 @@ import math
 import os
 import re
 import sysconfig
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,17 +223,24 @@ def test_gpt2_has_124_million_parameters() -> None:
     assert load_recipe("language_gpt2").model == ModelConfig(name="gpt2", options={"dropout": 0.0})
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_attention_is_causal(fused: bool) -> None:
-    model = tiny(fused=fused).eval()
-    tokens = torch.randint(0, 257, (2, 12), generator=torch.Generator().manual_seed(0))
+def net() -> TokensNet:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return TokensNet(width=16, heads=2)
+
+
+@pytest.mark.parametrize(("make", "classes"), [(tiny, 257), (partial(tiny, fused=True), 257), (net, len(ALPHABET))])
+def test_attention_is_causal(make: Callable[[], torch.nn.Module], classes: int) -> None:
+    model = make().eval()
+    tokens = torch.randint(0, classes, (2, 12), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[:, 7:] = 0
     with torch.no_grad():
-        logits, others = model(tokens), model(changed)
-    assert logits.shape == (2, 257, 12)
+        logits, others, cut = model(tokens), model(changed), model(tokens[:, :7])
+    assert logits.shape == (2, classes, 12)
     assert torch.equal(logits[..., :7], others[..., :7])
     assert not torch.equal(logits[..., 7:], others[..., 7:])
+    torch.testing.assert_close(logits[..., :7], cut)
 
 
 def gradients(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -380,25 +389,6 @@ def test_padding_targets_are_ignored() -> None:
     a, b, c, d = (ALPHABET.index(letter) for letter in "abcd")
     assert inputs.tolist() == [[0, a, b, 0, 0], [0, a, b, c, d]]
     assert targets.tolist() == [[a, b, 0, -100, -100], [a, b, c, d, 0]]
-
-
-def net(**options: float) -> TokensNet:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return TokensNet(width=16, heads=2, **options)  # type: ignore[arg-type]
-
-
-def test_attention_of_the_small_model_is_causal() -> None:
-    model = net().eval()
-    tokens = torch.randint(0, len(ALPHABET), (2, 9), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[:, 6:] = 0
-    with torch.no_grad():
-        logits, others, cut = model(tokens), model(changed), model(tokens[:, :6])
-    assert logits.shape == (2, len(ALPHABET), 9)
-    assert torch.equal(logits[..., :6], others[..., :6])
-    assert not torch.equal(logits[..., 6:], others[..., 6:])
-    torch.testing.assert_close(logits[..., :6], cut)
 
 
 @pytest.mark.parametrize("options", [{"heads": 7}, {"heads": 0}, {"dropout": "x"}])
