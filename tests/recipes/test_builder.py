@@ -39,15 +39,6 @@ def saved(path: Path, state: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def test_weights_of_classes_are_numbers_of_the_losses_of_torch() -> None:
-    for name in ("torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"):
-        recipe = load_recipe("digits", [f"loss.name='{name}'", "loss.options.weight=[1, 5]"])
-        loss = build_loss(recipe, torch.device("cpu"))
-        logits = torch.tensor([[0.2, 0.4], [1.0, -1.0]])
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1]), torch.tensor([1.0, 5.0]))
-        assert loss(logits, torch.tensor([0, 1])) == expected
-
-
 @pytest.mark.parametrize(
     ("settings", "code"),
     [

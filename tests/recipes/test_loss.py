@@ -101,8 +101,8 @@ def test_a_recipe_with_parts_gives_the_same_bits_and_shows_losses_as_losses(
 
 
 def test_losses_of_torch_have_the_count_of_the_shipped_one(alone: World) -> None:
-    """Class weights and padding, written as in a PyTorch script."""
-    heavy = f"loss.options.weight={[1.0 + number for number in range(29)]}"
+    """Class weights as integers and padding, written as in a PyTorch script."""
+    heavy = f"loss.options.weight={[1 + number for number in range(29)]}"
     values = []
     for name in ("cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"):
         made = built(alone, f"loss.name={name}", heavy, "loss.options.ignore_index=-100")

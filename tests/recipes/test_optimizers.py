@@ -194,6 +194,7 @@ def test_invalid_values_are_refused(override: str, message: str) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe("digits", [override])
     assert message in str(error.value)
+    assert error.value.code in ("E_VALUE", "E_UNKNOWN_KEY")
     assert error.value.expected
     assert error.value.fix
 

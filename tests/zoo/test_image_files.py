@@ -27,8 +27,9 @@ def test_disk_failure_is_a_run_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Image, "open", failing)
-    with pytest.raises(RunError, match=r"a\.png cannot be read now: Input/output error"):
+    with pytest.raises(RunError, match=r"a\.png cannot be read now: Input/output error") as error:
         read_image(tmp_path / "a.png")
+    assert error.value.code == "E_IO"
 
 
 @given(width=st.integers(1, 300), height=st.integers(1, 300), size=st.integers(1, 64))

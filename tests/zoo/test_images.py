@@ -1,6 +1,5 @@
 """Recipe `images` on generated images."""
 
-import errno
 import json
 import shutil
 import warnings
@@ -14,7 +13,7 @@ from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
 from helpers.system import events, here, samestep, without_warnings
-from samestep.errors import DataError, RunError
+from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images import LabeledImages, Sample, load_images
 
@@ -230,13 +229,3 @@ def test_damaged_image_is_read_or_refused(
             LabeledImages([Sample(path, 0)], pil_to_tensor)[0]
         except DataError as error:
             assert str(path) in error.value
-
-
-def test_disk_that_fails_makes_no_sample_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Image, "open", fail)
-    with pytest.raises(RunError, match=r"a\.png") as caught:
-        LabeledImages([Sample(tmp_path / "a.png", 0)], pil_to_tensor)[0]
-    assert caught.value.code == "E_IO"

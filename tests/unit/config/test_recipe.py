@@ -136,14 +136,6 @@ def test_best_checkpoint_is_selected_by_a_result_of_the_evaluation(name: str) ->
         assert recipe(metrics=("accuracy", "top5"), best_by=valid).best_by == valid
 
 
-@pytest.mark.parametrize("values", [{"rule": "linear"}, {"base_batch_size": 256}])
-def test_learning_rate_rule_and_base_batch_size_belong_together(values: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError) as caught:
-        LearningRateConfig(**values)
-    assert caught.value.code == "E_VALUE"
-    assert LearningRateConfig(rule="sqrt", base_batch_size=256).base_batch_size == 256
-
-
 @pytest.mark.parametrize(("cores", "processes", "workers"), [(1, 1, 0), (2, 2, 0), (8, 2, 3), (64, 1, 8), (4, 8, 0)])
 def test_default_workers_depend_on_cores_per_process(cores: int, processes: int, workers: int) -> None:
     assert default_workers(cores, processes) == workers
