@@ -31,7 +31,6 @@ _ALTERNATIVES = ("constrained-int", "literal['auto']")
 # Valid values of keys without a default.
 _EXAMPLES = {"batch_size": 64, "epochs": 10}
 _LEAST = 0.7  # similarity of a misspelled key
-_NONE = object()
 
 
 def explained(
@@ -84,7 +83,7 @@ def explained(
         problem = f"{key} is {json.dumps(error['input'])}"
         code = "E_VALUE"
         expected = error["msg"].removeprefix("Input should be ")
-        fix = _setting(key, _valid_value(key, error, before))
+        fix = shlex.quote(f"{key}={value_text(_valid_value(key, error, before))}")
     if meant not in (None, key):
         # The setting can be longer than the key of the error: optimizer.option.lr.
         asked = next((one for one in settings if f"{one}.".startswith(f"{key}.")), key)
@@ -113,12 +112,6 @@ def _with_value(meant: str, text: str | None) -> str:
     return shlex.quote(f"{meant}={text}")
 
 
-def _setting(key: str, value: Any) -> str:
-    if value is _NONE:
-        return f"{key}=VALUE"
-    return shlex.quote(f"{key}={value_text(value)}")
-
-
 def _valid_value(key: str, error: ErrorDetails, before: Mapping[str, Any]) -> Any:
     """Return a value that is valid for a key: the nearest choice, that of the file, the default."""
     if error["type"] == "literal_error":
@@ -130,4 +123,4 @@ def _valid_value(key: str, error: ErrorDetails, before: Mapping[str, Any]) -> An
     for name, entry, section in keys_of(Recipe):
         if name == key and section is None and entry.default is not MISSING:
             return entry.default
-    return _EXAMPLES.get(key, _NONE)
+    return _EXAMPLES.get(key, "VALUE")
