@@ -164,10 +164,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            texts = [json.dumps(value) for value in (old.get(key), new.get(key))]
-            for number, side in enumerate((old, new)):
-                if key not in side:
-                    texts[number] = "(not set)"
+            texts = [
+                "(not set)" if value is _NOT_SET else json.dumps(value) for value in (before, after)
+            ]
             lines.append(f"{prefix}{key}: {' -> '.join(texts)}")
     return lines
 
