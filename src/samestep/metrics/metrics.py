@@ -19,7 +19,6 @@ from samestep.errors import InputError, RecipeError
 
 MAX_CLASSES = 5_000  # of a confusion matrix
 _metric_error = partial(InputError, code="E_METRIC")
-Score = Literal["dice", "iou"]
 Mode = Literal["min", "max"]
 
 
@@ -113,32 +112,29 @@ def channels_of(outputs: Any, targets: Any) -> int | None:
 class Accuracy(CountMetric):
     """Share of the targets that are among the `top_k` largest logits; 0 without targets."""
 
-    def __init__(
-        self,
-        name: str = "accuracy",
-        classes: int | None = None,
-        ignore_index: int = -100,
-        *,
-        top_k: int = 1,
-    ) -> None:
-        super().__init__(name, classes, ignore_index)
-        self._top_k = top_k
+    top_k = 1
 
     def count(
         self, outputs: torch.Tensor, targets: torch.Tensor, is_counted: torch.Tensor, channels: int
     ) -> torch.Tensor:
         if channels == 1:
             hits = (outputs > 0) == targets
-        elif self._top_k == 1:
+        elif self.top_k == 1:
             hits = outputs.argmax(dim=1) == targets
         else:
-            largest = outputs.topk(min(self._top_k, channels), dim=1).indices
+            largest = outputs.topk(min(self.top_k, channels), dim=1).indices
             hits = (largest == targets.unsqueeze(1)).any(dim=1)
         return torch.stack([(hits & is_counted).sum(), is_counted.sum()])
 
     def value(self, counts: torch.Tensor) -> float:
         hits, count = counts.float()  # in float32, as in torchmetrics
         return float(hits / count.clamp(min=1))
+
+
+class Top5Accuracy(Accuracy):
+    """Share of the targets that are among the five largest logits."""
+
+    top_k = 5
 
 
 class ConfusionMatrix(CountMetric):
@@ -172,23 +168,12 @@ class ConfusionMatrix(CountMetric):
         return counts.view(size, size)
 
 
-class OverlapMetric(ConfusionMatrix):
-    """Dice (F1) or intersection over union of all pixels or samples together.
+class IntersectionOverUnion(ConfusionMatrix):
+    """Intersection over union of all pixels or samples together.
 
     With one output channel, the score of that class. With several, the mean over the classes that
     occur in targets or predictions, including the background; 1 if none occurs.
     """
-
-    def __init__(
-        self,
-        name: str | None = None,
-        classes: int | None = None,
-        ignore_index: int = -100,
-        *,
-        score: Score = "iou",
-    ) -> None:
-        super().__init__(name or score, classes, ignore_index)
-        self._score = score
 
     def value(self, counts: torch.Tensor) -> float:
         is_binary = counts.dim() == 1
@@ -204,19 +189,26 @@ class OverlapMetric(ConfusionMatrix):
         occurs = sizes > 0
         if not occurs.any():
             return 1.0
-        if self._score == "dice":
-            scores = 2 * both / sizes
-        else:
-            scores = both / (sizes - both)
-        return float(scores[occurs].mean())
+        return float(self.scores(both, sizes)[occurs].mean())
+
+    def scores(self, both: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Return the score of each class from its intersection, and from its two sizes together."""
+        return both / (sizes - both)
 
 
-METRICS: dict[str, Callable[[str, int | None, int], CountMetric]] = {
+class Dice(IntersectionOverUnion):
+    """Dice score, or F1, of the same counts."""
+
+    def scores(self, both: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        return 2 * both / sizes
+
+
+METRICS: dict[str, type[CountMetric]] = {
     "accuracy": Accuracy,
-    "top5": partial(Accuracy, top_k=5),
-    "dice": partial(OverlapMetric, score="dice"),
-    "f1": partial(OverlapMetric, score="dice"),
-    "iou": partial(OverlapMetric, score="iou"),
+    "top5": Top5Accuracy,
+    "dice": Dice,
+    "f1": Dice,
+    "iou": IntersectionOverUnion,
 }
 
 

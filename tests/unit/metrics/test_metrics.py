@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
-from samestep.metrics.metrics import OverlapMetric, Score, build_metrics
+from samestep.metrics.metrics import METRICS, CountMetric, build_metrics
 from samestep.torchvision_import import make_torchvision_importable
 
 
@@ -45,8 +45,8 @@ def test_accuracy_has_the_bits_of_torchmetrics(
 IGNORED = -100
 
 
-def overlap(score: Score, classes: int) -> OverlapMetric:
-    return OverlapMetric(score, classes, IGNORED, score=score)
+def overlap(score: str, classes: int) -> CountMetric:
+    return METRICS[score](score, classes, IGNORED)
 
 
 def drawn(seed: int, samples: int, classes: int, *, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +63,7 @@ def drawn(seed: int, samples: int, classes: int, *, shape: tuple[int, ...]) -> t
     return outputs, targets
 
 
-def score_of(score: Score, classes: int, by_rank: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> float:
+def score_of(score: str, classes: int, by_rank: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> float:
     """Return the score of the microbatches of several ranks, with counts summed as in `CountMetric`."""
     totals = []
     for microbatches in by_rank:
@@ -92,8 +92,7 @@ def test_any_division_gives_the_same_bits_and_matches_the_formula(
         [(outputs[n : n + 1], targets[n : n + 1]) for n, rank in enumerate(owner) if rank == number]
         for number in range(4)
     ]
-    scores: tuple[Score, ...] = ("dice", "iou")
-    for score in scores:
+    for score in ("dice", "iou"):
         expected = score_of(score, classes, [[(outputs, targets)]])
         assert score_of(score, classes, by_rank) == expected
         assert expected == pytest.approx(plain(score, outputs, targets), rel=1e-12)
@@ -125,7 +124,7 @@ def plain(score: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
         ("iou", 1.0, 0, 0.0),
     ],
 )
-def test_scores_of_one_class(score: Score, logit: float, target: float, expected: float) -> None:
+def test_scores_of_one_class(score: str, logit: float, target: float, expected: float) -> None:
     batch = torch.full((1, 1, 2), logit), torch.full((1, 1, 2), target)
     assert score_of(score, 1, [[batch]]) == expected
 
