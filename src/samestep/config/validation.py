@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hints
 
 from samestep.config.key_suggestions import nearest_path
 from samestep.errors import RecipeError
@@ -69,6 +69,13 @@ def _validator(kind: type, name: str) -> TypeAdapter[Any]:
 
     # Annotations are text until here; the constraints are their extras.
     return TypeAdapter(get_type_hints(kind, include_extras=True)[name])
+
+
+def section_of(kind: Any, name: str) -> Any:
+    """Return the class of a section of a configuration class, or None for a value."""
+    # The type of an optional section is `Section | None`.
+    hint = get_type_hints(kind)[name]
+    return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 
 
 def require(condition: bool, value: str, expected: str, fix: str, *, code: str = "E_VALUE") -> None:

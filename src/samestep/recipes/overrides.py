@@ -6,11 +6,12 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from dataclasses import Field, fields
+from typing import Any
 
 from samestep.config import Recipe
 from samestep.config.key_suggestions import SYNONYMS
+from samestep.config.validation import section_of
 from samestep.distributed.env import expand_path
 from samestep.errors import RecipeError
 
@@ -127,13 +128,6 @@ def value_at(data: Mapping[str, Any], path: Iterable[str]) -> Any:
 def names_of(kind: Any) -> list[str]:
     """Return the names of the keys of a configuration class."""
     return [key.name for key in fields(kind)]
-
-
-def section_of(kind: Any, name: str) -> Any:
-    """Return the class of a section of a configuration class, or None for a value."""
-    # The type of an optional section is `Section | None`.
-    hint = get_type_hints(kind)[name]
-    return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 
 
 def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:

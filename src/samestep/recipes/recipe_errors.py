@@ -15,13 +15,13 @@ from pydantic_core import ErrorDetails
 
 from samestep.config import Recipe
 from samestep.config.key_suggestions import SYNONYMS, suggest
+from samestep.config.validation import section_of
 from samestep.errors import RecipeError
 from samestep.recipes.overrides import (
     flat,
     full_key,
     keys_of,
     names_of,
-    section_of,
     value_at,
     value_text,
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from importlib import import_module
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from samestep.config.key_suggestions import suggest
-from samestep.config.validation import require_package
+from samestep.config.validation import require_package, section_of
 from samestep.distributed.torch_errors import is_out_of_memory
 from samestep.errors import DataError, RecipeError
 from samestep.report_text import class_name, message_of
@@ -104,8 +104,7 @@ def validated(
         if first["type"] == "unexpected_keyword_argument":
             owner: Any = kind
             for name in names[:-1]:
-                hint = get_type_hints(owner)[name]
-                owner = next(part for part in (hint, *get_args(hint)) if is_dataclass(part))
+                owner = section_of(owner, name)
             known = [field.name for field in fields(owner)]
             if loader is not None and len(names) == 1:
                 parameters = inspect.signature(loader).parameters
