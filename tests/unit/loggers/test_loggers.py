@@ -13,21 +13,25 @@ import pytest
 from rich.console import Console
 
 import samestep
-from helpers.system import here, until
+from helpers.system import Running, events, here, until
 from helpers.terminal import Screen
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.config.validation import require_package
-from samestep.errors import EXIT_INPUT, InputError, RunError
+from samestep.errors import EXIT_INPUT, InputError, RecipeError, RunError
 from samestep.loggers.logger import Event, JsonlLogger, RunLogger, parse_json_line
 from samestep.loggers.progress import ProgressLogger, evaluation_line
-from samestep.loggers.trackers import TensorBoardLogger
+from samestep.loggers.trackers import TensorBoardLogger, create_loggers
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.events import StepTimer, TrainingEvents
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.recipes.run import fit
 from samestep.session import start
+
+TESTS = Path(__file__).parents[2]
+PACKAGE = TESTS / "helpers" / "logger_package"
+RECIPE = TESTS / "helpers" / "recorded.yaml"
 
 STEP = {
     "event": "step",
@@ -314,13 +318,39 @@ def test_timer_counts_the_wait_before_a_step_and_local_samples() -> None:
     assert 10 / timer.last_speed > timer.waits.last > 0
 
 
+# --- loggers of other packages, by entry points ---
+
+
+def test_logger_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PACKAGE))
+    options = RunOptions(loggers=("jsonl", "csv"))
+    _, logger = create_loggers(options.loggers, tmp_path)
+    logger.log_event({"event": "evaluation", "step": 1, "epoch": 1, "loss": 0.5})
+    logger.close()
+    assert (tmp_path / "metrics.csv").read_text(encoding="utf-8") == "1,0.5\n"
+    with pytest.raises(RecipeError, match="unknown logger 'csvv'") as error:
+        RunOptions(loggers=("csvv",))
+    assert "wandb, csv" in error.value.expected
+
+
+@pytest.mark.slow
+def test_run_with_the_logger_of_a_package(tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": f"{PACKAGE}:{TESTS.parent / 'src'}:{TESTS}"}
+    options = ("--loggers", "jsonl,csv", "--name", "a", "--processes", 2)
+    with Running("train", RECIPE, "epochs=2", *options, cwd=tmp_path, variables=variables) as running:
+        done = running.wait(120)
+    assert done.code == 0, done.err
+    run = tmp_path / "runs" / "a"
+    lines = (run / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    assert [float(line.partition(",")[2]) for line in lines] == [one["loss"] for one in events(run, "evaluation")]
+
+
 # --- training ---
 
 
 @pytest.mark.parametrize("loggers", ["jsonl", "tensorboard,progress"])
 def test_loggers_option_selects_the_loggers(tmp_path: Path, capfd: pytest.CaptureFixture[str], loggers: str) -> None:
-    recipe = Path(__file__).parents[2] / "helpers" / "recorded.yaml"
-    assert here("train", recipe, "--name", "a", "epochs=1", "--loggers", loggers, cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "a", "epochs=1", "--loggers", loggers, cwd=tmp_path) == 0
     out = capfd.readouterr().out
     files = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert ("events.jsonl" in files) == ("jsonl" in loggers)
