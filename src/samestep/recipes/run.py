@@ -321,7 +321,5 @@ def evaluate(
         else:
             load_all(model, checkpoint)
         if report is not None:
-            values = evaluate_by_class(built, recipe, report / "overlays")
-        else:
-            values = evaluated(built, built.metrics)
-        return values
+            return evaluate_by_class(built, recipe, report / "overlays")
+        return evaluated(built, built.metrics)
