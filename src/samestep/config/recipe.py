@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -49,7 +49,7 @@ class NamedConfig(Constrained):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(NamedConfig):
+class DataConfig(NamedConfig, key_prefix="data."):
     """Dataset, with the treatment of samples that cannot be read.
 
     Attributes:
@@ -58,8 +58,6 @@ class DataConfig(NamedConfig):
         drop_last: leave out the last batch of a training epoch if it has fewer samples than
             `batch_size`.
     """
-
-    key_prefix: ClassVar[str] = "data."
 
     bad_samples: BadSamples = "stop"
     drop_last: bool = False
@@ -87,7 +85,7 @@ class ModelConfig(NamedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(NamedConfig):
+class OptimizerConfig(NamedConfig, key_prefix="optimizer."):
     """Optimizer, with differences between parameters.
 
     Attributes:
@@ -95,8 +93,6 @@ class OptimizerConfig(NamedConfig):
             et al., "ELECTRA", 2020); None for one rate.
         decay_norms: apply weight decay to biases and other parameters of one dimension too.
     """
-
-    key_prefix: ClassVar[str] = "optimizer."
 
     layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
     decay_norms: bool = True
@@ -114,7 +110,7 @@ class OptimizerConfig(NamedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Constrained):
+class ScheduleConfig(Constrained, key_prefix="schedule."):
     """Factor of the optimizer's learning rate as a function of the optimizer step.
 
     Attributes:
@@ -126,8 +122,6 @@ class ScheduleConfig(Constrained):
         gamma: factor of each decrease (`step` only).
     """
 
-    key_prefix: ClassVar[str] = "schedule."
-
     name: Literal["constant", "cosine", "linear", "step"] = "constant"
     warmup_epochs: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
     final: Annotated[float, Ge(0), Le(1)] = 0.0
@@ -136,7 +130,7 @@ class ScheduleConfig(Constrained):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningRateConfig(Constrained):
+class LearningRateConfig(Constrained, key_prefix="learning_rate."):
     """Scaling of the optimizer's learning rate with the global batch size.
 
     Attributes:
@@ -144,8 +138,6 @@ class LearningRateConfig(Constrained):
             square root.
         base_batch_size: batch size for which the optimizer's learning rate was chosen.
     """
-
-    key_prefix: ClassVar[str] = "learning_rate."
 
     rule: LearningRateRule = "fixed"
     base_batch_size: Annotated[int, Ge(1)] | None = None
@@ -163,7 +155,7 @@ class LearningRateConfig(Constrained):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmaConfig(Constrained):
+class EmaConfig(Constrained, key_prefix="ema."):
     """Exponential moving average of the weights, used by evaluation instead of the weights.
 
     Attributes:
@@ -172,26 +164,22 @@ class EmaConfig(Constrained):
             weights.
     """
 
-    key_prefix: ClassVar[str] = "ema."
-
     decay: Annotated[float, Gt(0), Lt(1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopConfig(Constrained):
+class StopConfig(Constrained, key_prefix="stop."):
     """Early stopping. A run can be resumed with another one, or with `stop=null`.
 
     Attributes:
         patience: epochs without a better result of `best_by` after which training ends.
     """
 
-    key_prefix: ClassVar[str] = "stop."
-
     patience: Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeStep(Constrained):
+class RecipeStep(Constrained, key_prefix="step."):
     """Inputs of a step of a recipe in addition to model, loss, data and optimizer.
 
     Attributes:
@@ -220,8 +208,6 @@ class RecipeStep(Constrained):
         tensor_plan: shell patterns of module names, with the division of each product; empty for
             the plan of the model. Without slices, no effect.
     """
-
-    key_prefix: ClassVar[str] = "step."
 
     seed: Annotated[int, Ge(0), Lt(2**64)] = 0
     reduction: Reduction = "fast"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
@@ -41,7 +41,7 @@ _PARTS = {"pipeline": "stage", "shard": "shard", "tensor": "tensor slice"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(Constrained):
+class MeshConfig(Constrained, key_prefix="strategy.mesh."):
     """Sizes of the mesh axes; None for an axis that follows from the number of ranks.
 
     Attributes:
@@ -50,8 +50,6 @@ class MeshConfig(Constrained):
         shard: ranks that each store one shard of every parameter and gather parameters before use.
         tensor: ranks that divide matrix products.
     """
-
-    key_prefix: ClassVar[str] = "strategy.mesh."
 
     pipeline: Annotated[int, Ge(1)] | None = None
     replicate: Annotated[int, Ge(1)] | None = None
@@ -65,7 +63,7 @@ class MeshConfig(Constrained):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyConfig(Constrained):
+class StrategyConfig(Constrained, key_prefix="strategy."):
     """Parallel strategy. Every strategy computes the same result, to the bit or to rounding.
 
     Attributes:
@@ -83,8 +81,6 @@ class StrategyConfig(Constrained):
         devices: for `device_map`: devices of each rank; None for all devices.
         place: for `device_map`: shell patterns of module names, with a device number.
     """
-
-    key_prefix: ClassVar[str] = "strategy."
 
     name: StrategyName = "auto"
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 class Constrained:
     """Base class of configuration dataclasses whose values pydantic validates on construction.
 
-    Defaults are valid, so that a process without other values does not import pydantic.
+    Defaults are valid, so that a process without other values does not import pydantic. Subclasses
+    give `key_prefix`, the text in front of the names of their fields in error messages.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
-    key_prefix: ClassVar[str] = ""
+    _key_prefix: ClassVar[str]
+
+    def __init_subclass__(cls, key_prefix: str = "") -> None:
+        cls._key_prefix = key_prefix
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
@@ -54,7 +58,7 @@ class Constrained:
     @classmethod
     def key(cls, name: str) -> str:
         """Return the name of a field in error messages."""
-        return f"{cls.key_prefix}{name}"
+        return f"{cls._key_prefix}{name}"
 
 
 def _default(item: Field[Any]) -> Any:
