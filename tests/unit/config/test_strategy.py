@@ -1,7 +1,6 @@
 """Mesh shapes of strategies, and errors that suggest a valid mesh."""
 
 import math
-import re
 
 import pytest
 from hypothesis import given
@@ -61,23 +60,13 @@ def test_sizes_multiply_to_the_number_of_ranks_or_the_error_suggests_a_valid_mes
     except InputError as error:
         assert error.expected
         assert error.fix
-        _check_suggestion(name, mesh, processes, str(error.fix))
+        # The suggested mesh is valid.
+        axis, size = str(error.fix).removeprefix("--mesh ").split("=")
+        assert resolved(name, processes, **{axis: int(size)}).size == processes
         return
     assert math.prod(shape.sizes) == shape.size == processes
     assert {axis: getattr(shape, axis) for axis in mesh.sizes} == mesh.sizes
     assert shape.data_size * shape.pipeline * shape.tensor == processes
-
-
-def _check_suggestion(name: StrategyName, mesh: MeshConfig, processes: int, fix: str) -> None:
-    """Check that the suggested options are valid."""
-    strategy, sizes = (re.search(pattern, fix) for pattern in (r"--strategy (\w+)", r"--mesh ([\w=,]+)"))
-    if strategy or sizes:
-        pairs = [pair.split("=") for pair in sizes[1].split(",")] if sizes else []
-        suggested = MeshConfig(**{axis: int(size) for axis, size in pairs}) if sizes else mesh
-        config = StrategyConfig(name=strategy[1] if strategy else name, mesh=suggested)  # type: ignore[arg-type]
-        assert resolve_mesh(config, processes).size == processes
-    if match := re.search(r"--processes (\d+)", fix):
-        assert resolve_mesh(StrategyConfig(name=name, mesh=mesh), int(match[1])).size == int(match[1])
 
 
 @given(sizes=st.tuples(*[st.integers(1, 4)] * 4))
