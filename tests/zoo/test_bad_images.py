@@ -76,7 +76,7 @@ def test_outcome_does_not_depend_on_processes(names: tuple[str, ...], tmp_path: 
 def require_one(name: str, outcome: dict[str, Any]) -> None:
     """Require one bad sample in one of the splits; training reads it in both epochs."""
     (message,) = outcome["stop"]
-    first = message.splitlines()[0].rpartition(" [")[0]  # without the code.rpartition(" [")[0]  # without the code
+    first = message.splitlines()[0].rpartition(" [")[0]  # without the code
     if name in LINES:
         assert f"{name}/nowhere.png" in first if name == "no-file" else f"{name}/list.csv, line 6: " in first
     else:
