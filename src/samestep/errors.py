@@ -6,6 +6,8 @@ it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from samestep.report_text import bounded
 
 EXIT_DONE = 0
@@ -119,7 +121,8 @@ class SamestepError(Exception):
         assert self.code in CODES, self.code
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (type(self), self.value, self.expected, self.fix, self.code), self.__dict__
+        rebuilt = partial(type(self), self.value, self.expected, self.fix, code=self.code)
+        return rebuilt, (), self.__dict__
 
     def __str__(self) -> str:
         return bounded(self.full_text)
@@ -139,12 +142,6 @@ class SamestepError(Exception):
             if text:
                 lines.append(f"  {name:<9} {text.replace(_NEWLINE, _CONTINUED)}")
         return "\n".join(lines)
-
-
-def _rebuilt(
-    kind: type[SamestepError], value: str, expected: str | None, fix: str | None, code: str
-) -> SamestepError:
-    return kind(value, expected, fix, code=code)
 
 
 class InputError(SamestepError):
