@@ -15,7 +15,7 @@ from samestep.distributed.collective_check import script_line
 from samestep.distributed.env import read_rank_place
 from samestep.launcher.process_state import process_state
 from samestep.parallelize import joined_view
-from samestep.view.view import ViewOfBatches
+from samestep.view.view import View, ViewOfBatches
 
 
 def loader(
@@ -51,7 +51,11 @@ def _batch_ranks() -> ViewOfBatches | None:
         is_alone = process_state.worker is None and read_rank_place() is None
         if is_alone or dist.is_initialized():  # or a group of the script, or of `samestep.init`
             return None
-    view = joined_view(None, "fast")
+    return ranks_of_batches(joined_view(None, "fast"))
+
+
+def ranks_of_batches(view: View) -> ViewOfBatches | None:
+    """Return the ranks of a view that read batches together, or None on one process."""
     if view.ranks.size > 1:
         return ViewOfBatches(view)
     return None

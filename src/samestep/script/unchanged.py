@@ -36,6 +36,7 @@ from samestep.launcher.pickling import ByValue
 from samestep.launcher.process_group import SessionOptions
 from samestep.launcher.process_state import WorkerSpec, process_state, rank_and_size
 from samestep.launcher.worker import run_script
+from samestep.loading import ranks_of_batches
 from samestep.microbatches import MOST_MICROBATCHES, require_microbatches
 from samestep.parallelize import joined_view, owner_of
 from samestep.script.divided_calls import OutermostCalls
@@ -60,7 +61,7 @@ from samestep.script.wrappers import transparent_wrappers
 from samestep.session import join
 from samestep.view.first_calls import CallOptions
 from samestep.view.parallel_module import ParallelModule
-from samestep.view.view import View, ViewOfBatches
+from samestep.view.view import View
 
 # Under `exact` a number of its own: the first call of a module may have few rows.
 _MICROBATCHES: dict[str, int | None] = {"fast": None, "exact": MOST_MICROBATCHES}
@@ -206,7 +207,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     stack.enter_context(plain_start_method())
     stack.enter_context(children_ended())
     summary = Summary(
-        stack.enter_context(own_rows_of_loaders(partial(_readers, view))),
+        stack.enter_context(own_rows_of_loaders(partial(ranks_of_batches, view))),
         size,
         has_host_times=is_accelerator(view.device),
     )
@@ -289,9 +290,3 @@ def _share(view: View, world: World, data: bytes | None) -> bytes:
     view.any_rank(place="standard input")  # otherwise ranks elsewhere would take it for another
     (first, *_) = all_gather((data or b"").hex(), world)
     return bytes.fromhex(first)
-
-
-def _readers(view: View) -> ViewOfBatches | None:
-    if view.ranks.size > 1:
-        return ViewOfBatches(view)
-    return None
