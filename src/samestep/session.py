@@ -165,7 +165,6 @@ def _session(options: SessionOptions) -> Iterator[World]:
     try:
         strategy = options.strategy or StrategyConfig()
         world = build_world(own.rank, own.size, own.device, session, strategy, own.limit)
-        world = replace(world, group=own.group)
         if options.is_private:
             own = own._replace(group=hide_default_group())
             process_state.rank_place = own.rank_place  # of later worlds too
