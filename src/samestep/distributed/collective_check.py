@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed import c10d_logger
 
 from samestep.config.exclusions import excluded
-from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
-from samestep.distributed.torch_errors import is_lost_connection
-from samestep.errors import InputError, PeerLostError, RankDesyncError
+from samestep.distributed.status import RankStatus, odd_ranks, ranks_by_value, ranks_text
+from samestep.distributed.torch_errors import lost_connections
+from samestep.errors import InputError, RankDesyncError
 
 # Of a rank's text in an error, and of its source line.
 _TEXT_BYTES = 4000
@@ -103,29 +103,17 @@ class CollectiveCheck:
         """Gather integers, one row per rank, in a group apart from collectives of the script."""
         rows = torch.zeros(self._size, len(own), dtype=own.dtype)
         rows[self._rank] = own
-        try:
-            with self._rank_status.waiting("the collective check"):
-                # Each element has one summand other than zero.
-                dist.all_reduce(rows, group=self._group)
-        except RuntimeError as error:
-            # Others are errors of this rank, such as one of a worker of a loader, which a signal
-            # handler raises.
-            if not is_lost_connection(error):
-                raise
-            raise PeerLostError(
-                f"rank {self._rank} lost its connection to another rank: {error}"
-            ) from error
+        with lost_connections(self._rank), self._rank_status.waiting("the collective check"):
+            # Each element has one summand other than zero.
+            dist.all_reduce(rows, group=self._group)
         return rows
 
 
 def _difference(rows: Sequence[tuple[str, str]]) -> RankDesyncError:
     """Return the error with the names and source lines of the operations of all ranks."""
     odd = odd_ranks({rank: name for rank, (name, _) in enumerate(rows)})
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank in sorted(range(len(rows)), key=lambda rank: (rank not in odd, rank)):
-        name, line = rows[rank]
-        ranks_by_text.setdefault(f"{name} at {line}", []).append(rank)
-    lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    texts = {rank: f"{name} at {line}" for rank, (name, line) in enumerate(rows)}
+    lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_value(texts, odd).items()]
     problem = "ranks diverged"
     subject = "one rank"
     if odd:

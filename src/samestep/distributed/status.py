@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, TypeVar
 
 # Odd while the slot is being written. The same even number before and after a read proves a
 # consistent read.
@@ -29,6 +29,7 @@ _TEXT_BYTES = 160
 _SLOT_BYTES = 256
 # Precedes a disk operation in an activity.
 DISK_OPERATION = ", disk: "
+Key = TypeVar("Key", bound=Hashable)
 assert _VERSION.size + _NUMBERS.size + _TEXT_BYTES <= _SLOT_BYTES
 
 
@@ -289,3 +290,11 @@ def odd_ranks(values: Mapping[int, Hashable]) -> list[int]:
         if 2 * count > len(values):
             return [rank for rank, other in values.items() if other != value]
     return []
+
+
+def ranks_by_value(values: Mapping[int, Key], first: Sequence[int]) -> dict[Key, list[int]]:
+    """Group ranks by value; the ranks in `first` come first."""
+    groups: dict[Key, list[int]] = {}
+    for rank in sorted(values, key=lambda rank: (rank not in first, rank)):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups

@@ -11,17 +11,18 @@ import os
 import re
 import signal
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from samestep.distributed.status import (
     DISK_OPERATION,
     StatusSnapshot,
     odd_ranks,
+    ranks_by_value,
     ranks_text,
     unnamed_file,
 )
@@ -51,8 +52,6 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 # Frames down to the launched function or script belong to the launcher.
 _LAUNCHER_FRAME = re.compile(r"launcher.worker\.py:\d+ (_call|run_script)$")
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Hang:
         activities = {rank: state.text for rank, state in self.states.items()}
         lines = [
             f"    {ranks_text(ranks)}: {text}"
-            for text, ranks in _grouped(activities, culprits).items()
+            for text, ranks in ranks_by_value(activities, culprits).items()
         ]
         code = "E_HANG"
         if operation := self.states[rank].disk_operation:
@@ -161,7 +160,7 @@ class Hang:
                 subject = f"{frames} {'hangs' if len(culprits) == 1 else 'hang'}"
             title = f"{subject}: no progress for"
             shown = {rank: tuple(stack[-_SHOWN_FRAMES:]) for rank, stack in self.stacks.items()}
-            for stack, ranks in _grouped(shown, culprits).items():
+            for stack, ranks in ranks_by_value(shown, culprits).items():
                 lines.append(f"  stack of {ranks_text(ranks)}, innermost last:")
                 lines += [f"    {frame}" for frame in stack or (_NO_ANSWER,)]
             expected = "every rank completes a step"
@@ -178,14 +177,6 @@ class Hang:
             ]
         )
         return Failure.of_hang(rank, text, self.states[rank].status.activity, code)
-
-
-def _grouped(values: Mapping[int, Key], first: Sequence[int]) -> dict[Key, list[int]]:
-    """Group ranks by value; the ranks in `first` come first."""
-    groups: dict[Key, list[int]] = {}
-    for rank in sorted(values, key=lambda rank: (rank not in first, rank)):
-        groups.setdefault(values[rank], []).append(rank)
-    return groups
 
 
 def process_stat(process: int) -> list[str]:
