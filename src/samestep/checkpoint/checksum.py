@@ -166,7 +166,7 @@ def _state_of(trained: Trained, cursor: Cursor) -> tuple[dict[str, torch.Tensor]
     training = trained.training
     assert not training.parameters.is_divided
     optimizer = training.optimizer
-    tensors = {f"buffer {name}": buffer for name, buffer in _buffers_of(training.model).items()}
+    tensors = {f"buffer {name}": buffer for name, buffer in buffers_of(training.model).items()}
     groups = [
         # Tuples become lists when a checkpoint restores them.
         {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
@@ -209,7 +209,7 @@ def _state_of(trained: Trained, cursor: Cursor) -> tuple[dict[str, torch.Tensor]
     return tensors, texts
 
 
-def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a model that a checkpoint contains, by name."""
     return {
         f"{path}.{name}".removeprefix("."): buffer

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from itertools import count
 from typing import Any, TextIO
@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from samestep.checkpoint.checksum import buffers_of
 from samestep.data.own_rows import _OwnRowsIterator
 from samestep.data.sample_reader import SampleReader
 from samestep.distributed.devices import accelerator_module, is_accelerator
@@ -341,7 +342,8 @@ class Observer:
     def _state(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers of all modules, by name; a collective."""
         parameters = self._named(nn.Module.named_parameters)
-        return self._complete(dict([*parameters, *self._named(_persistent_buffers)]))
+        buffers = self._named(lambda module: buffers_of(module).items())
+        return self._complete(dict([*parameters, *buffers]))
 
     def _complete(self, values: Tensors) -> dict[str, torch.Tensor]:
         """Return values of parameters by `NAME` or `NAME/SLOT`, those of parts of ranks complete.
@@ -373,13 +375,6 @@ class Observer:
             return clip(parameters, *arguments, **options)
 
         return observed
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, part in module.named_modules():
-        for key, buffer in part.named_buffers(recurse=False):
-            if key not in part._non_persistent_buffers_set:
-                yield ".".join(filter(None, (path, key))), buffer
 
 
 def _digests(state: Mapping[str, Any]) -> dict[str, str]:
