@@ -317,7 +317,6 @@ def reported_by_rank_0() -> Iterator[None]:
 
 def run_as_rank(
     options: LaunchOptions,
-    rank_place: RankPlace,
     function: str,
     make_plan: Callable[[int], RunPlan],
     rank_arguments: Callable[[RunPlan], tuple[Any, ...]],
@@ -329,6 +328,8 @@ def run_as_rank(
     Raises:
         ReportedError: a rank failed, and the failure has been reported.
     """
+    rank_place = options.rank_place
+    assert rank_place is not None
     _joined.append(rank_place)
     silence_torch_warnings()  # before torch is imported
     from samestep.launcher.process_state import process_state

@@ -69,9 +69,7 @@ class Eval(JsonOption, StrategyOptions, WorkersOption, LaunchOptions, SetOption)
     def run(self) -> int:
         """Evaluate and print `loss`, `samples` and the metrics."""
         if self.rank_place is not None:
-            plan, values = run_as_rank(
-                self, self.rank_place, "evaluate", self._plan, self._rank_arguments
-            )
+            plan, values = run_as_rank(self, "evaluate", self._plan, self._rank_arguments)
             if self.rank_place.rank != 0:
                 return EXIT_DONE
         else:

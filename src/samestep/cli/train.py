@@ -201,9 +201,7 @@ class TrainingOptions(
             summary = result.value
             stop_signal = result.stop_signal
         else:
-            plan, summary = run_as_rank(
-                self, self.rank_place, "train", self.make_plan, self._rank_arguments
-            )
+            plan, summary = run_as_rank(self, "train", self.make_plan, self._rank_arguments)
         # A signal can reach the launcher, or a rank alone, as from Slurm.
         own_signal = summary.pop("stop_signal")
         has_failed = summary.pop("has_failed")
