@@ -1,15 +1,11 @@
 """Output and files of successful commands."""
 
-import fcntl
 import json
 import os
-import pty
 import re
 import shlex
-import struct
 import subprocess
 import sys
-import termios
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +17,7 @@ from PIL import Image
 
 import samestep as package
 from helpers.system import Done, Running, events, here, samestep, state_of, steps_saved, tree, weights
-from helpers.terminal import Screen
+from helpers.terminal import open_terminal
 from samestep.cli import commands as command_table
 from samestep.cli.main import build_parser, main
 from samestep.recipes.recipe_files import load_recipe, read_recipe
@@ -362,37 +358,17 @@ def test_names_are_printed_without_markup(tmp_path: Path, capsys: pytest.Capture
 MOVING = re.compile(r"^epoch \d+ .*?(\d+)/13 .*samples/s")
 
 
-def in_terminal(*arguments: object, cwd: Path) -> Screen:
-    """Run a command in a terminal of 80 columns."""
-    outer, inner = pty.openpty()
-    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    screen = Screen()
-    with Running(*arguments, cwd=cwd, terminal=inner) as running:
-        os.close(inner)
-        output = b""
-        while piece := read(outer):
-            output += piece
-        assert running.wait(10).code == 0, output.decode()
-    os.close(outer)
-    screen.feed(output.decode())
-    return screen
-
-
-def read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # Linux: the other side is closed
-        return b""
-
-
 @pytest.mark.slow
 def test_terminal_shows_one_progress_line_and_completed_epochs(tmp_path: Path) -> None:
-    screen = in_terminal("train", RECIPE, "--processes", 2, "--name", "a", cwd=tmp_path)
-    moving = [[line for line in frame if MOVING.match(line)] for frame in screen.frames]
+    train = ("train", RECIPE, "--processes", 2, "--name", "a")
+    with open_terminal(80) as terminal, Running(*train, cwd=tmp_path, terminal=terminal.slave) as running:
+        assert running.wait(60).code == 0, terminal.frames(1)
+    frames = terminal.screen.frames
+    moving = [[line for line in frame if MOVING.match(line)] for frame in frames]
     assert any(moving), "no progress line"
     assert max(len(lines) for lines in moving) == 1
     assert all(len(line) <= 80 for lines in moving for line in lines)
-    final = screen.frames[-1]
+    final = frames[-1]
     assert not [line for line in final if MOVING.match(line)]
     assert [line.split("  ")[0] for line in final if line.startswith("epoch")] == [
         "epoch 1/3",

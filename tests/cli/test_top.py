@@ -1,78 +1,19 @@
 """`samestep top`: state of a run of several processes from before its start to its end."""
 
-import codecs
-import fcntl
 import json
-import os
-import pty
 import re
 import signal
-import struct
-import termios
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.system import Running, answer, here, samestep, tree, until
-from helpers.terminal import Screen
+from helpers.terminal import open_terminal
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 ROW = re.compile(r"^ *(\d+) +(\d+) +\d+ +\d+% ")
-CUT = re.compile(r"(\x1b(\[[\d;?]*)?)?$")  # incomplete escape sequence at the end
-
-
-class Terminal:
-    """Terminal of 100 columns, and the text on it."""
-
-    def __init__(self, slave: int) -> None:
-        self.slave = slave
-        self.screen = Screen()
-        self._lock = threading.Lock()
-
-    def read(self, master: int) -> None:
-        """Read until every process has closed the other end."""
-        decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
-        while True:
-            try:
-                rest += decoder.decode(os.read(master, 4096))
-            except OSError:  # Linux: the other end is closed
-                return
-            complete = len(rest) - len(CUT.search(rest)[0])  # type: ignore[index]
-            with self._lock:
-                self.screen.feed(rest[:complete])
-            rest = rest[complete:]
-
-    def frames(self, last: int = 0) -> list[str]:
-        """Return the text on the screen after each change."""
-        with self._lock:
-            return ["\n".join(frame) for frame in self.screen.frames[-last:]]
-
-    def wait_for(self, pattern: str, what: str, *, seconds: float = 60) -> None:
-        """Wait until the screen shows a pattern; otherwise fail with its text."""
-        until(lambda: self.shows(pattern), what, seconds, lambda: "\n".join(self.frames(1)))
-
-    def shows(self, pattern: str) -> bool:
-        """Return whether the pattern is, or was recently, on the screen."""
-        return any(re.search(pattern, frame, re.MULTILINE) for frame in self.frames(200))
-
-
-@contextmanager
-def open_terminal() -> Iterator[Terminal]:
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    terminal = Terminal(slave)
-    reader = threading.Thread(target=terminal.read, args=(master,))
-    reader.start()
-    try:
-        yield terminal
-    finally:
-        os.close(slave)
-        reader.join()
-        os.close(master)
 
 
 def status_of(run: str, cwd: Path) -> dict[str, Any]:
@@ -86,7 +27,7 @@ def status_of(run: str, cwd: Path) -> dict[str, Any]:
 def test_four_ranks_from_before_their_start(tmp_path: Path) -> None:
     run, hold = tmp_path / "runs" / "a", tmp_path / "hold"
     hold.write_text("2 12", encoding="utf-8")  # rank 2 stops in step 12
-    with open_terminal() as terminal, Running("top", "runs/a", cwd=tmp_path, terminal=terminal.slave) as top:
+    with open_terminal(100) as terminal, Running("top", "runs/a", cwd=tmp_path, terminal=terminal.slave) as top:
         terminal.wait_for(r"^waiting for runs/a$", "the wait for the run")
         with Running("train", RECIPE, "--processes", 4, "--name", "a", cwd=tmp_path) as train:
             terminal.wait_for(r"^ +2 .* in step 12", "the activity of rank 2")
