@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 SAMPLES, BATCH = 101, 8
 
@@ -34,6 +34,26 @@ def is_main() -> bool:
 def dataset(samples: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randn(samples, 6, generator=generator), torch.arange(samples) % 4)
+
+
+class Noisy(Dataset):
+    """The data with noise that is drawn when a sample is read.
+
+    Args:
+        seeds_samples: whether each sample seeds its own noise.
+    """
+
+    def __init__(self, seeds_samples: bool = False) -> None:
+        self.inputs, self.targets = dataset().tensors
+        self.seeds_samples = seeds_samples
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.seeds_samples:
+            torch.manual_seed(index)
+        return self.inputs[index] + torch.randn(6), self.targets[index]
 
 
 def model(*layers: nn.Module) -> nn.Sequential:
@@ -62,8 +82,10 @@ def count_right(net: nn.Module, loader: DataLoader) -> torch.Tensor:
     return counts
 
 
-def train(net: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, epochs: int = 2) -> None:
-    """Train as the tutorials of DistributedDataParallel do."""
+def train(
+    net: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, epochs: int = 2, schedule: Any = None
+) -> None:
+    """Train as the tutorials of DistributedDataParallel do, with a schedule that counts steps."""
     for epoch in range(epochs):
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)
@@ -71,3 +93,5 @@ def train(net: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, 
             optimizer.zero_grad()
             F.cross_entropy(net(inputs), targets).backward()
             optimizer.step()
+            if schedule is not None:
+                schedule.step()
