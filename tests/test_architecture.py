@@ -210,23 +210,18 @@ def test_rule_allows(rule: Rule, name: str, source: str, tmp_path: Path) -> None
     assert not broken_by(rule, written(tmp_path, {name: source}))
 
 
-@pytest.mark.parametrize("place", ["def f():", "if TYPE_CHECKING:"])
-def test_cycle_is_noticed_wherever_an_import_stands(place: str, tmp_path: Path) -> None:
-    files = {
-        "data/__init__.py": "",
-        "data/order.py": "from samestep.data import loader",
-        "data/loader.py": f"{place}\n    from .order import shuffle",
-    }
-    assert import_cycles(written(tmp_path, files))
-
-
-def test_package_that_gathers_its_modules_is_no_cycle(tmp_path: Path) -> None:
-    files = {
-        "data/__init__.py": "from .loader import Loader",
-        "data/order.py": "",
-        "data/loader.py": "from samestep.data import order",
-    }
-    assert not import_cycles(written(tmp_path, files))
+@pytest.mark.parametrize(
+    ("package", "order", "loader", "is_cycle"),
+    [
+        ("", "from samestep.data import loader", "def f():\n    from .order import shuffle", True),
+        ("", "from samestep.data import loader", "if TYPE_CHECKING:\n    from .order import shuffle", True),
+        ("from .loader import Loader", "", "from samestep.data import order", False),
+    ],
+    ids=["in a function", "for type checkers", "package that gathers its modules"],
+)
+def test_cycles_of_imports(package: str, order: str, loader: str, is_cycle: bool, tmp_path: Path) -> None:
+    files = {"data/__init__.py": package, "data/order.py": order, "data/loader.py": loader}
+    assert bool(import_cycles(written(tmp_path, files))) is is_cycle
 
 
 def test_every_rule_has_a_source_that_breaks_it() -> None:

@@ -110,19 +110,14 @@ def test_unknown_key_is_reported_before_a_missing_one(refused: Refused, tmp_path
 ONE_EPOCH = ("epochs=1",)
 
 
-def test_batch_is_saved_in_the_recipe(tmp_path: Path) -> None:
-    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "epochs=1")
+def test_batch_is_saved_in_the_recipe_and_scales_the_learning_rate(tmp_path: Path) -> None:
+    rule = "learning_rate={rule: linear, base_batch_size: 6}"
+    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "epochs=1", rule)
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     assert read_recipe(run / "recipe.yaml").batch_size == 12
     assert len(events(run, "step")) == 9
-
-
-def test_learning_rate_scales_with_the_global_batch(tmp_path: Path) -> None:
-    rule = "learning_rate={rule: linear, base_batch_size: 6}"
-    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "epochs=1", rule)
-    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
-    note, *_ = events(tmp_path / "runs" / "a", "note")
+    note, *_ = events(run, "note")
     assert note["text"] == "learning rate 0.02 = 0.01 x 12/6 (linear)"
 
 

@@ -235,18 +235,6 @@ def test_groups_keep_their_settings(tmp_path: Path) -> None:
     assert pack(run, PROGRESS)[MODEL] == pack(other, PROGRESS)[MODEL]
 
 
-def test_resume_of_an_optimizer_with_named_parameters(tmp_path: Path) -> None:
-    def named(seed: int) -> Training:
-        model = Net(seed)
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return Training(model, torch.optim.AdamW(trained), None, torch.amp.GradScaler("cpu", enabled=False))
-
-    run, other = named(0), named(1)
-    advance(run, 2)
-    state.load(saved(tmp_path, run), other)
-    assert pack(other, PROGRESS) == pack(run, PROGRESS)
-
-
 class EverySecondStep(torch.optim.SGD):
     """Optimizer that updates parameters every second step, with plain numbers as state."""
 
@@ -260,13 +248,21 @@ class EverySecondStep(torch.optim.SGD):
                 parameter.data -= state["rate"] * parameter.grad
 
 
-def test_resume_of_plain_numbers_in_an_optimizer(tmp_path: Path) -> None:
-    def every_second_step(seed: int) -> Training:
-        model = Net(seed)
-        optimizer = EverySecondStep([p for p in model.parameters() if p.requires_grad])
-        return Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False))
+def with_names(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([(name, p) for name, p in model.named_parameters() if p.requires_grad])
 
-    run, other = every_second_step(0), every_second_step(1)
+
+def with_plain_numbers(model: nn.Module) -> torch.optim.Optimizer:
+    return EverySecondStep([p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("optimizer_of", [with_names, with_plain_numbers])
+def test_resume_of_an_optimizer(tmp_path: Path, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    def begun(seed: int) -> Training:
+        model = Net(seed)
+        return Training(model, optimizer_of(model), None, torch.amp.GradScaler("cpu", enabled=False))
+
+    run, other = begun(0), begun(1)
     advance(run, 3)
     state.load(saved(tmp_path, run), other)
     advance(run, 3)

@@ -175,15 +175,30 @@ def test_another_loss_names_both_lines() -> None:
     assert f"{__file__}:{line + 4}" in text
 
 
-def test_a_further_call_is_named() -> None:
-    def facts(rank: int, ranks: InStep) -> None:
-        for _ in range(2 if rank == 1 else 1):
-            ranks.facts_of_call(nn.Linear(2, 2), [])
+def one_more_call(rank: int, ranks: InStep) -> None:
+    for _ in range(2 if rank == 1 else 1):
+        ranks.facts_of_call(nn.Linear(2, 2), [])
 
+
+def another_place(rank: int, ranks: InStep) -> None:
+    if rank == 1:
+        ranks.fact_of_place("the moon")
+    else:
+        ranks.facts_of_call(nn.Linear(2, 2), [])
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        (one_more_call, "rank 0 reached nothing further while rank 1 reached a call of a module"),
+        (another_place, f"rank 0 reached a call of a module while rank 1 reached the moon, at {__file__}:"),
+    ],
+)
+def test_what_one_rank_alone_has_reached_is_named(facts: Facts, text: str) -> None:
     errors = errors_of(facts)
     assert errors[0] is not None
     assert errors[0].code == "E_RANK_DESYNC"
-    assert "rank 0 reached nothing further while rank 1 reached a call of a module" in str(errors[0])
+    assert text in str(errors[0])
 
 
 def test_another_setting_of_torch_is_named() -> None:
@@ -199,19 +214,6 @@ def test_another_setting_of_torch_is_named() -> None:
     assert errors[0] is not None
     assert errors[0].code == "E_RANK_SETTINGS"
     assert "torch.backends.cudnn.benchmark is False and True" in str(errors[0])
-
-
-def test_a_place_that_one_rank_has_reached_is_named() -> None:
-    def facts(rank: int, ranks: InStep) -> None:
-        if rank == 1:
-            ranks.fact_of_place("the moon")
-        else:
-            ranks.facts_of_call(nn.Linear(2, 2), [])
-
-    errors = errors_of(facts)
-    assert errors[0] is not None
-    assert errors[0].code == "E_RANK_DESYNC"
-    assert f"rank 0 reached a call of a module while rank 1 reached the moon, at {__file__}:" in str(errors[0])
 
 
 def test_another_module_is_named() -> None:
