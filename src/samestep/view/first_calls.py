@@ -22,6 +22,7 @@ from samestep.view.divided import OTHER_OPERATIONS, without_compiler
 from samestep.view.kinds import Kind, has_compiled_parts, has_rows
 from samestep.view.leaves import flatten
 from samestep.view.messages import Action
+from samestep.view.module_state import ModuleState
 from samestep.view.operations import Operations
 from samestep.view.rows_tensor import with_all_rows
 from samestep.view.snapshot import Snapshot
@@ -69,6 +70,7 @@ class FirstCalls:
         options: see above.
         summary: counts of the calls.
         is_exact: whether the reduction is `exact`.
+        state: numbers and tensors of the module, which the ranks compare.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class FirstCalls:
         self.options = options
         self.is_exact = strategy.is_exact
         self.summary = ModuleSummary(type(module).__name__)
+        self.state = ModuleState()
         self._module = weakref.ref(module)
 
     @property
@@ -108,7 +111,7 @@ class FirstCalls:
     def _count_whole(self, reason: str, call: Call | None = None) -> None:
         # Without gradients, comparing the facts could cost more than the call.
         if call is not None and torch.is_grad_enabled():
-            self.view.in_step.facts_of_call(call.module, call.leaves)
+            self.view.in_step.facts_of_call(call.module, self.state, call.leaves)
         self.summary.whole += 1
         self.summary.add_reason(reason)
         self.view.report(self.summary, _WHOLE.format(reason))
@@ -132,7 +135,7 @@ class FirstCalls:
         """Compute a call of a kind that is not decided."""
         if kind.last in kind.refused:
             return self._observed(kind, call)
-        self.view.in_step.facts_of_call(call.module, call.leaves)
+        self.view.in_step.facts_of_call(call.module, self.state, call.leaves)
         if not kind.is_watched:
             return self._watched(kind, call)
         if kind.backward_code is not None and not kind.backward_code.has_run:

@@ -152,7 +152,7 @@ class ParallelModule(FirstCalls):
     def _divided(self, kind: Kind, call: Call) -> Any:
         """Compute the own rows and gather the outputs; compute the call whole if ranks disagree."""
         # Not of whole calls, whose code may keep values of a rank, such as times.
-        self.view.in_step.facts_of_call(call.module, call.leaves, self._kinds.settings)
+        self.view.in_step.facts_of_call(call.module, self.state, call.leaves, self._kinds.settings)
         divided = DividedCall(
             self.view,
             self.strategy,

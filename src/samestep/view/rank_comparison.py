@@ -12,9 +12,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
-from operator import itemgetter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from samestep.distributed.kernels import KERNEL_SETTINGS, kernel_settings
 from samestep.distributed.rng import numpy_generator, python_generator, torch_generator
 from samestep.errors import RankMismatchError
 from samestep.view.leaves import SAMPLE, hash_of, sample_of
+from samestep.view.module_state import NUMBERS, ModuleState, lists_of
 
 _WHOLE_BYTES = 2**16  # of smaller tensors on CPUs all values are compared: 20 us
 _SUM_BYTES = 2**20  # of those below, a sum: 100 us
@@ -34,9 +33,7 @@ _MOST_FACTS = 1000
 # and later in one of eight: they are half of the cost of the comparison.
 _ALWAYS = 64
 _EVERY = 8
-_MODULES = 16  # with lists
 _CALLS_OF_LISTS = 256  # calls after which lists of submodules and attributes are made again
-_NUMBERS = (bool, int, float)
 
 _CALL = "a call of a module"
 _SHAPES = "arguments of the module"
@@ -103,35 +100,6 @@ class _Fact(NamedTuple):
     detail: Callable[[], Any] | None  # named values, looked up after a difference
 
 
-class _Tensors(NamedTuple):
-    """Tensors by dictionaries that hold them, and their names."""
-
-    places: list[tuple[dict[str, Any], str]]
-    names: list[str]
-
-    def versions(self) -> array[int]:
-        """Return the number of writes of each."""
-        return array("q", [tensors[name]._version for tensors, name in self.places])
-
-    def contents(self) -> dict[str, int]:
-        """Return a hash of all values of each."""
-        tensors = [values[name] for values, name in self.places]
-        samples = [sample_of(tensor, max(2, tensor.numel())) for tensor in tensors]
-        pairs = zip(self.names, samples, strict=True)
-        return {name: hash_of(device_reads.copy(one)) for name, one in pairs if one is not None}
-
-
-class _Lists(NamedTuple):
-    """Compared facts of a module: dictionaries that hold numbers and tensors, with their names."""
-
-    attributes: list[tuple[dict[str, Any], Callable[[dict[str, Any]], tuple[Any, ...]]]]
-    attribute_names: list[str]
-    buffers: _Tensors
-    parameters: _Tensors
-    tensors: _Tensors  # in other attributes
-    versions: array[int]  # of the parameters in the call before
-
-
 class InStep:
     """Facts that must be equal on all ranks, since the last exchange.
 
@@ -157,13 +125,13 @@ class InStep:
         # Values that arrive from accelerators: of the last event, and of the one before.
         self._arriving: list[tuple[str, Tensor, torch.Event, Line]] = []
         self._late: list[tuple[str, Tensor, torch.Event, Line]] = []
-        self._lists: WeakKeyDictionary[nn.Module, _Lists] = WeakKeyDictionary()
         self._calls = 0
         self._steps = 0
 
     def facts_of_call(
         self,
         module: nn.Module,
+        state: ModuleState,
         leaves: Sequence[Any],
         settings: Callable[[], list[tuple[str, Any]]] | None = None,
     ) -> None:
@@ -171,6 +139,7 @@ class InStep:
 
         Args:
             module: the module.
+            state: its numbers and tensors.
             leaves: its flattened arguments, of the whole batch.
             settings: returns plain values that the code of the forward names.
         """
@@ -185,7 +154,7 @@ class InStep:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._add_values(_VALUES, leaf, line)
-        self._add_state_of(module, line)
+        self._add_state_of(module, state, line)
         if settings is not None:
             values = settings()
             self._add(_FORWARD, zlib.crc32(repr(values).encode()), line, lambda: dict(values))
@@ -363,19 +332,17 @@ class InStep:
             event.record()
             self._arriving.append((name, values, event, line))
 
-    def _add_state_of(self, module: nn.Module, line: Line) -> None:
-        lists = self._lists.get(module)
-        if lists is None or self._calls % _CALLS_OF_LISTS == 0:
-            if len(self._lists) >= _MODULES:
-                self._lists.clear()  # a submodule that refers to the module would keep it alive
-            lists = self._lists[module] = _lists_of(module)
+    def _add_state_of(self, module: nn.Module, state: ModuleState, line: Line) -> None:
+        if self._calls % _CALLS_OF_LISTS == 0:
+            state.lists = None
+        lists = state.lists = state.lists or lists_of(module)
         try:
             values = chain.from_iterable([get(values) for values, get in lists.attributes])
             numbers = array("d", list(values))  # faster than from an iterator
             written = lists.buffers.versions()
         except (KeyError, TypeError, AttributeError, RuntimeError):
             # boundary: a number or buffer is something else now
-            del self._lists[module]
+            state.lists = None
             self._add(_ATTRIBUTES, 0, line)
             return
         named = zip(lists.attribute_names, numbers, strict=True)
@@ -415,28 +382,6 @@ def _description(leaf: Any) -> Any:
     return type(leaf).__qualname__
 
 
-def _lists_of(module: nn.Module) -> _Lists:
-    every = [_Tensors([], []) for _ in range(3)]
-    lists = _Lists([], [], every[0], every[1], every[2], array("q"))
-    for prefix, one in module.named_modules():
-        values = vars(one)
-        names = [name for name, value in values.items() if type(value) in _NUMBERS]
-        names = [name for name in names if name[0] != "_"] or ["training"]  # two give a tuple
-        lists.attributes.append((values, itemgetter("training", *names)))
-        lists.attribute_names.extend(
-            f"{prefix}.{name}".lstrip(".") for name in ["training", *names]
-        )
-        held: tuple[dict[str, Any], ...] = (one._buffers, one._parameters, values)
-        for place, tensors in zip(held, every, strict=True):
-            for name, tensor in place.items():
-                is_tensor = type(tensor) in (Tensor, nn.Parameter)
-                if is_tensor and not tensor.is_inference():
-                    tensors.places.append((place, name))
-                    tensors.names.append(f"{prefix}.{name}".lstrip("."))
-    lists.versions.extend(lists.parameters.versions())
-    return lists
-
-
 def _sent(fact: _Fact) -> list[Any]:
     """Return a fact for other ranks; parameters that were not written alike may be equal."""
     value = fact.value
@@ -449,11 +394,11 @@ def _sent(fact: _Fact) -> list[Any]:
 def _numbers_of_group(group: dict[str, Any]) -> dict[str, float]:
     numbers = {}
     for key, value in group.items():
-        if type(value) in _NUMBERS:
+        if type(value) in NUMBERS:
             numbers[key] = value
         elif type(value) in (tuple, list) and key != "params":
             for index, one in enumerate(value):
-                if type(one) in _NUMBERS:
+                if type(one) in NUMBERS:
                     numbers[f"{key}[{index}]"] = one
         elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
             numbers[key] = value.item()

@@ -1,6 +1,5 @@
 """Differences between ranks are found from a few bytes, and named."""
 
-import copy
 import gc
 import random
 import threading
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from samestep.errors import RankMismatchError
 from samestep.microbatches import Slices
 from samestep.view.crossings import RowBounds
+from samestep.view.module_state import ModuleState
 from samestep.view.rank_comparison import InStep
 from samestep.view.rows_tensor import Rows
 
@@ -69,6 +69,12 @@ def errors_of(facts: Facts, size: int = 3) -> list[RankMismatchError | None]:
     return exchanged(ranks)
 
 
+def call(ranks: InStep, module: nn.Module, leaves: list[Any]) -> None:
+    """Facts of a call of a module, which has its state as an attribute."""
+    state = vars(module).setdefault("state", ModuleState())
+    ranks.facts_of_call(module, state, leaves)
+
+
 def seed() -> None:
     torch.manual_seed(0)
     numpy.random.seed(0)
@@ -91,7 +97,7 @@ def step(rank: int, ranks: InStep, change: Callable[[nn.Module, torch.optim.Opti
         parameter.grad = torch.ones_like(parameter)
     if rank == 1:
         change(network, optimizer, batch)
-    ranks.facts_of_call(network, [batch, True, "name", 3, None])
+    call(ranks, network, [batch, True, "name", 3, None])
     ranks.facts_of_backward([torch.full((8, 4), 0.5), None])
     ranks.facts_of_step(optimizer)
 
@@ -177,14 +183,14 @@ def test_another_loss_names_both_lines() -> None:
 
 def one_more_call(rank: int, ranks: InStep) -> None:
     for _ in range(2 if rank == 1 else 1):
-        ranks.facts_of_call(nn.Linear(2, 2), [])
+        call(ranks, nn.Linear(2, 2), [])
 
 
 def another_place(rank: int, ranks: InStep) -> None:
     if rank == 1:
         ranks.fact_of_place("the moon")
     else:
-        ranks.facts_of_call(nn.Linear(2, 2), [])
+        call(ranks, nn.Linear(2, 2), [])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +210,7 @@ def test_what_one_rank_alone_has_reached_is_named(facts: Facts, text: str) -> No
 def test_another_setting_of_torch_is_named() -> None:
     def facts(rank: int, ranks: InStep) -> None:
         torch.backends.cudnn.benchmark = rank == 1
-        ranks.facts_of_call(nn.Linear(2, 2), [])
+        call(ranks, nn.Linear(2, 2), [])
 
     before = torch.backends.cudnn.benchmark
     try:
@@ -218,7 +224,7 @@ def test_another_setting_of_torch_is_named() -> None:
 
 def test_another_module_is_named() -> None:
     def facts(rank: int, ranks: InStep) -> None:
-        ranks.facts_of_call(nn.Linear(2, 2) if rank == 2 else nn.Bilinear(2, 2, 2), [])
+        call(ranks, nn.Linear(2, 2) if rank == 2 else nn.Bilinear(2, 2, 2), [])
 
     errors = errors_of(facts)
     assert "ranks 0 and 2 differ in: a call of a module (call 1: Bilinear and call 1: Linear)" in str(errors[1])
@@ -230,7 +236,7 @@ def test_values_of_buffers_are_compared_in_turn() -> None:
         if rank == 1:
             network.first[1].running_mean.data = torch.ones(4)
         for _ in range(3):
-            ranks.facts_of_call(network, [])
+            call(ranks, network, [])
 
     errors = errors_of(facts)
     assert "buffers (0.0 and 1.0)" in str(errors[0])
@@ -268,14 +274,14 @@ def test_values_of_any_layout_are_compared(name: str) -> None:
 def test_tensors_without_plain_memory_are_no_error(tensor: Tensor) -> None:
     with torch.inference_mode():
         shape = tensor.clone() if tensor.shape == (2, 3) else tensor
-    assert errors_of(lambda _, ranks: ranks.facts_of_call(nn.Linear(2, 2), [shape])) == [None] * 3
+    assert errors_of(lambda _, ranks: call(ranks, nn.Linear(2, 2), [shape])) == [None] * 3
 
 
 def test_nan_is_equal_to_itself() -> None:
     def facts(_: int, ranks: InStep) -> None:
         module = nn.Dropout(0.5)
         module.limit = float("nan")  # type: ignore[assignment]
-        ranks.facts_of_call(module, [torch.full((3,), float("nan"))])
+        call(ranks, module, [torch.full((3,), float("nan"))])
 
     assert errors_of(facts) == [None] * 3
 
@@ -285,20 +291,20 @@ def test_modules_may_change() -> None:
 
     def facts(rank: int, ranks: InStep) -> None:
         network = Network()
-        ranks.facts_of_call(network, [])
+        call(ranks, network, [])
         network.temperature = "warm"  # type: ignore[assignment]
-        ranks.facts_of_call(network, [])
+        call(ranks, network, [])
         network.first[1] = nn.Identity()
-        ranks.facts_of_call(network, [])
+        call(ranks, network, [])
         network.first[0].register_buffer("late", torch.ones(2))
-        ranks.facts_of_call(network, [])
+        call(ranks, network, [])
         network.first[0].late = None  # type: ignore[assignment]
-        ranks.facts_of_call(network, [])
+        call(ranks, network, [])
         del network.temperature
-        ranks.facts_of_call(network, [])
+        call(ranks, network, [])
         if rank == 1:
             network.first[2].p = 0.7  # type: ignore[assignment]
-        ranks.facts_of_call(network, [])
+        call(ranks, network, [])
 
     errors = errors_of(facts)
     assert "first.2.p is 0.1 and 0.7" in str(errors[0])
@@ -308,7 +314,7 @@ def test_facts_without_exchange_stay_few_and_are_compared() -> None:
     def facts(rank: int, ranks: InStep) -> None:
         module = nn.Linear(2, 2)
         for number in range(500):
-            ranks.facts_of_call(module, [number if rank != 1 or number != 2 else 7])
+            call(ranks, module, [number if rank != 1 or number != 2 else 7])
         assert len(ranks._facts) < 1100
 
     errors = errors_of(facts)
@@ -318,15 +324,17 @@ def test_facts_without_exchange_stay_few_and_are_compared() -> None:
 def test_modules_are_not_kept_alive() -> None:
     ranks, _ = made(1)
     module = Network()
-    ranks[0].facts_of_call(module, [])
+    module.trainer = [module]
+    call(ranks[0], module, [])
     exchanged(ranks)
     reference = weakref.ref(module)
     del module
     gc.collect()
     assert reference() is None
     network = Network()
-    ranks[0].facts_of_call(network, [])
-    assert copy.deepcopy(network).__dict__.keys() == network.__dict__.keys()
+    before = set(vars(network))
+    ranks[0].facts_of_call(network, ModuleState(), [])
+    assert set(vars(network)) == before
 
 
 class _Rank(NamedTuple):
@@ -341,7 +349,7 @@ def test_of_rows_that_ranks_hold_the_whole_shape_is_compared(is_argument: bool, 
         bounds = RowBounds(_Rank(rank), Slices([(0, 3), (3, 5)], 2, rank))  # type: ignore[arg-type]
         own = torch.full((bounds.stop - bounds.start, columns if rank else 4), float(rank))
         if is_argument:
-            ranks.facts_of_call(nn.Linear(4, 4), [Rows(own, bounds)])
+            call(ranks, nn.Linear(4, 4), [Rows(own, bounds)])
         else:
             ranks.facts_of_backward([Rows(own, bounds)])
 

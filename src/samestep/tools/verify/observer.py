@@ -175,7 +175,7 @@ class Observer:
         dtypes = {one.dtype for one in module.parameters() if one.is_floating_point()}
         self._eps = max([self._eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
         is_unchanged = self._outermost is not None
-        if is_unchanged and self._modules:
+        if self._modules:
             gc.collect()  # the state has no modules of which only cycles are left
         self._modules += 1
         label = type(module).__name__
