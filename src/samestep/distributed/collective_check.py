@@ -29,8 +29,8 @@ from torch.distributed import c10d_logger
 
 from samestep.config.exclusions import excluded
 from samestep.distributed.status import RankStatus, odd_ranks, ranks_by_value, ranks_text
-from samestep.distributed.torch_errors import lost_connections
-from samestep.errors import InputError, RankDesyncError
+from samestep.distributed.torch_errors import is_lost_connection
+from samestep.errors import InputError, PeerLostError, RankDesyncError
 
 # Of a rank's text in an error, and of its source line.
 _TEXT_BYTES = 4000
@@ -103,9 +103,18 @@ class CollectiveCheck:
         """Gather integers, one row per rank, in a group apart from collectives of the script."""
         rows = torch.zeros(self._size, len(own), dtype=own.dtype)
         rows[self._rank] = own
-        with lost_connections(self._rank), self._rank_status.waiting("the collective check"):
-            # Each element has one summand other than zero.
-            dist.all_reduce(rows, group=self._group)
+        try:
+            with self._rank_status.waiting("the collective check"):
+                # Each element has one summand other than zero.
+                dist.all_reduce(rows, group=self._group)
+        except RuntimeError as error:
+            # Others are errors of this rank, such as one of a worker of a loader, which a signal
+            # handler raises.
+            if not is_lost_connection(error):
+                raise
+            raise PeerLostError(
+                f"rank {self._rank} lost its connection to another rank: {error}"
+            ) from error
         return rows
 
 

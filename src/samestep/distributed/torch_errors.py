@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from samestep.distributed.devices import gpu_memory
-from samestep.errors import PeerLostError
 from samestep.number_text import format_bytes
 from samestep.report_text import message_of
 
@@ -113,23 +111,6 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, distributed.DistError) or (
         type(error) is RuntimeError and _LOST_BY_GLOO.search(str(error)) is not None
     )
-
-
-@contextmanager
-def lost_connections(rank: int) -> Iterator[None]:
-    """Convert the loss of another rank in a collective, which is the block.
-
-    Raises:
-        PeerLostError: in place of an error of the backend.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        # Others are errors of this rank, such as one of a worker of a loader, which a signal
-        # handler raises.
-        if not is_lost_connection(error):
-            raise
-        raise PeerLostError(f"rank {rank} lost its connection to another rank: {error}") from error
 
 
 def reason_of(message: str) -> str:

@@ -25,8 +25,8 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.local_sockets import LocalSockets, connect_locally
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.stop_request import StopRequest
-from samestep.distributed.torch_errors import lost_connections
-from samestep.errors import InputError
+from samestep.distributed.torch_errors import is_lost_connection
+from samestep.errors import InputError, PeerLostError
 
 Result = TypeVar("Result")
 
@@ -194,8 +194,15 @@ class World:
             PeerLostError: the backend cannot reach another rank.
             RuntimeError: the collective failed for another reason, such as a lack of memory.
         """
-        with lost_connections(self.rank), self.session.status.waiting(name):
-            return collective()
+        try:
+            with self.session.status.waiting(name):
+                return collective()
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            raise PeerLostError(
+                f"rank {self.rank} lost its connection to another rank: {error}"
+            ) from error
 
 
 def build_world(
