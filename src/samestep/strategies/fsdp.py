@@ -40,6 +40,7 @@ from samestep.strategies.dtensor_operations import compute_whole
 from samestep.strategies.dtensor_parameters import (
     FormerParameters,
     complete_arguments,
+    count_writes,
     divide_loaded_state,
     full_in_places,
     keep_written,
@@ -90,6 +91,7 @@ class Sharded(Strategy):
         assert self._former is not None
         self._former.require_others(optimizer)
         divide_loaded_state(optimizer)
+        count_writes(optimizer)
 
     def arguments(self, arguments: Any) -> Any:
         return complete_arguments(arguments)

@@ -149,25 +149,27 @@ class Unit:
         """
         has_other_types = False
         for parameter, own in zip(self._fsdp_parameters, divided, strict=True):
-            is_known = own is parameter.sharded_param
-            if is_known and own._local_tensor.data_ptr() == parameter._place:
-                continue
-            info = parameter._module_info
             if not isinstance(own, DTensor):
+                info = parameter._module_info
                 names = (info.param_name, type(info.module).__name__)
                 raise excluded("a parameter that is not divided", *names)
+            # FSDP notes the type in the first call. An empty part has no place.
+            has_type = getattr(parameter, "orig_dtype", own.dtype) == own.dtype
+            is_in_place = own._local_tensor.data_ptr() == parameter._place
+            if own is parameter.sharded_param and is_in_place and has_type:
+                continue
             self.free()  # gathered values are those of another parameter
             self.put(divided)
             _keep_padding(parameter, own._local_tensor)
             parameter.reset_sharded_param()  # reads the parameter of the module
             parameter._place = own._local_tensor.data_ptr()
+            has_other_types |= not has_type
             complete = getattr(parameter, "_unsharded_param", None)
-            if complete is not None and own.dtype != parameter.orig_dtype:
+            if complete is not None and not has_type:
                 # Nothing gathers it again, for the graphs that have saved it.
                 torch._C._autograd._unsafe_set_version_counter((complete,), (2**31,))
                 del parameter._unsharded_param
                 parameter.all_gather_outputs = []
-                has_other_types = True
         if has_other_types:
             for group in self._groups:
                 group._init_mp_dtypes()
@@ -309,21 +311,22 @@ class ShardedParameters(CallParameters):
     def in_backward(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Surround a backward: FSDP writes sums of gradients into `.grad`, which is free here."""
         self._before_reduction()
+        root, *others = self._gathers.units
+        present = [unit.present() for unit in self._gathers.units]
+        for unit, used in self._used:
+            unit.use(used)
         self._kept = [(one.grad, one._post_accumulate_grad_hooks) for one in self._divided]
         for one, (_, hooks) in zip(self._divided, self._kept, strict=True):
             one.grad = None
             if hooks is not None:  # FSDP would call them, and the script's graph does
                 one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        root, *others = self._gathers.units
-        present = [unit.present() for unit in self._gathers.units]
-        for unit, used in self._used:
-            unit.use(used)
         root.show()
         with self._changes_noted(), self._installed(others, leaves):
             try:
                 yield
             except BaseException:
                 root.reset()
+                self._restore_gradients()
                 raise
             finally:
                 for unit, own in zip(self._gathers.units, present, strict=True):
@@ -358,12 +361,15 @@ class ShardedParameters(CallParameters):
     def take_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         count = len(self._divided)
         sums = [one.grad for one in self._divided]
+        self._restore_gradients()
+        return [*sums, *super().take_gradients(leaves[count:])]
+
+    def _restore_gradients(self) -> None:
         for one, (gradient, hooks) in zip(self._divided, self._kept, strict=False):
             one.grad = gradient
             if hooks is not None:
                 one._post_accumulate_grad_hooks = hooks
         self._kept = []
-        return [*sums, *super().take_gradients(leaves[count:])]
 
     def leave(self, exchange: CallExchange, device: torch.device) -> None:
         self._gathers.leave(exchange, device)

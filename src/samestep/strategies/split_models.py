@@ -28,6 +28,7 @@ from samestep.strategies.dtensor_operations import compute_whole
 from samestep.strategies.dtensor_parameters import (
     FormerParameters,
     complete_arguments,
+    count_writes,
     divide_loaded_state,
     full_in_places,
     keep_written,
@@ -157,6 +158,7 @@ class Split(HubStrategy):
         if self._former is not None:
             self._former.require_others(optimizer)
             divide_loaded_state(optimizer)
+            count_writes(optimizer)
         if self._stage is None or optimizer in self._tried:
             return
         self._tried.add(optimizer)

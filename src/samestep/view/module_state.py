@@ -48,7 +48,7 @@ class ModuleState:
     """Place of the lists of one module, which are made in its first call.
 
     The lists refer to attributes of the module, and these can refer to the module. So the state of
-    its divided calls has the place, and ends with the module.
+    its divided calls has the place; that of `samestep.parallel` ends with the module.
     """
 
     def __init__(self) -> None:

@@ -137,17 +137,23 @@ Entry = tuple[Any, Any, Any, Any]
 @contextmanager
 def replaced(entries: Sequence[Entry]) -> Iterator[None]:
     """Put replacements in their places during the block. A place that is assigned keeps that."""
+    # In a backward, others than the values can stand there, as those of `functional_call`.
+    before = [_present(container, key, value) for container, key, value, _ in entries]
     for container, key, _, replacement in entries:
         container[key] = replacement
     try:
         yield
     finally:
-        for container, key, value, replacement in entries:
-            try:
-                if container[key] is replacement:
-                    container[key] = value
-            except (KeyError, IndexError):  # deleted in the block
-                continue
+        for (container, key, _, replacement), value in zip(entries, before, strict=True):
+            if _present(container, key, None) is replacement:
+                container[key] = value
+
+
+def _present(container: Any, key: Any, absent: Any) -> Any:
+    try:
+        return container[key]
+    except (KeyError, IndexError):  # deleted
+        return absent
 
 
 def is_in_place(entries: Sequence[Entry]) -> bool:

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ _MOST_FACTS = 1000
 # and later in one of eight: they are half of the cost of the comparison.
 _ALWAYS = 64
 _EVERY = 8
+_MODULES = 16  # with lists
 _CALLS_OF_LISTS = 256  # calls after which lists of submodules and attributes are made again
 
 _CALL = "a call of a module"
@@ -125,6 +127,7 @@ class InStep:
         # Values that arrive from accelerators: of the last event, and of the one before.
         self._arriving: list[tuple[str, Tensor, torch.Event, Line]] = []
         self._late: list[tuple[str, Tensor, torch.Event, Line]] = []
+        self._states: WeakSet[ModuleState] = WeakSet()  # with lists
         self._calls = 0
         self._steps = 0
 
@@ -332,10 +335,18 @@ class InStep:
             event.record()
             self._arriving.append((name, values, event, line))
 
-    def _add_state_of(self, module: nn.Module, state: ModuleState, line: Line) -> None:
-        if self._calls % _CALLS_OF_LISTS == 0:
+    def forget_lists(self) -> None:
+        """Forget the lists of modules, which keep those alive that refer to themselves."""
+        for state in self._states:
             state.lists = None
+        self._states.clear()
+
+    def _add_state_of(self, module: nn.Module, state: ModuleState, line: Line) -> None:
+        is_full = state.lists is None and len(self._states) >= _MODULES
+        if is_full or self._calls % _CALLS_OF_LISTS == 0:
+            self.forget_lists()
         lists = state.lists = state.lists or lists_of(module)
+        self._states.add(state)
         try:
             values = chain.from_iterable([get(values) for values, get in lists.attributes])
             numbers = array("d", list(values))  # faster than from an iterator

@@ -416,13 +416,27 @@ def penalty_with_attention() -> Any:
     return difference(*found) < 1e-12
 
 
+class Scaled(nn.Module):
+    """Layers, and a parameter that is not divided under `fsdp`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.last(self.first(x).tanh())
+
+
 @check
 def functional_parameters() -> Any:
     """One backward through calls with the parameters of the module and with others, which both stay what they are."""
     found = []
-    for model in (network(), divided(network())):
+    for model in (Scaled(), divided(Scaled())):
         own = dict(model.named_parameters())
-        others = {name: one.detach().clone().requires_grad_() for name, one in own.items() if name != "3.bias"}
+        others = {name: one.detach().clone().requires_grad_() for name, one in own.items() if name != "last.bias"}
         optimizer = torch.optim.SGD([*own.values(), *others.values()], lr=0.1, momentum=0.9)
         for number in range(3):
             optimizer.zero_grad()
@@ -440,7 +454,9 @@ def functional_parameters() -> Any:
 def another_type() -> Any:
     """Calls of a model that has another dtype than in earlier calls; a graph of these has lost its values."""
     found = []
-    for model in (network().float(), divided(network().float())):
+    for prepared in (lambda module: module, divided):
+        # With a bias of one element, of which only one rank has a part.
+        model = prepared(nn.Sequential(*network(), nn.Linear(3, 1)).float())
         graph = model(batch(0).float()).pow(2).mean()
         graph.backward(retain_graph=True)
         before = model(batch(1).float()).detach()
@@ -464,8 +480,8 @@ def graphs_from_before_a_step() -> Any:
         values: list[Tensor | None] = []
         for plain in (network(), nn.Sequential(nn.Linear(6, 3))):
             model = prepared(plain)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for number in range(2):
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=number > 0)
                 optimizer.zero_grad()
                 before = model(batch(number)).pow(2).mean()
                 model(batch(number + 1)).pow(2).mean().backward()

@@ -176,7 +176,10 @@ class Observer:
         self._eps = max([self._eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
         is_unchanged = self._outermost is not None
         if self._modules:
-            gc.collect()  # the state has no modules of which only cycles are left
+            # The state has no modules of which only cycles are left.
+            if process_state.view is not None:
+                process_state.view.in_step.forget_lists()
+            gc.collect()
         self._modules += 1
         label = type(module).__name__
         if self._modules > 1:
