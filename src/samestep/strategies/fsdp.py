@@ -97,8 +97,6 @@ class Sharded(Strategy):
         return complete_arguments(arguments)
 
     def parameters(self, call: Call) -> CallParameters:
-        for unit in self._gathers.units:
-            unit.use(unit.present())
         # Calls of one training mode gather the same units, in one order.
         self._gathers.begin_call((call.module.training, torch.is_grad_enabled()))
         return ShardedParameters(

@@ -256,6 +256,7 @@ class ShardedParameters(CallParameters):
         self._before_reduction = before_reduction
         # A backward can follow calls with other parameters, as those of `functional_call`.
         self._used = [(unit, unit.present()) for unit in gathers.units]
+        self._use()
         self._values = [_values(one) for _, used in self._used for one in used]
         self._kept: list[Any] = []
         parts: list[Any] = list(call.parts)
@@ -313,8 +314,7 @@ class ShardedParameters(CallParameters):
         self._before_reduction()
         root, *others = self._gathers.units
         present = [unit.present() for unit in self._gathers.units]
-        for unit, used in self._used:
-            unit.use(used)
+        self._use()
         self._kept = [(one.grad, one._post_accumulate_grad_hooks) for one in self._divided]
         for one, (_, hooks) in zip(self._divided, self._kept, strict=True):
             one.grad = None
@@ -332,6 +332,10 @@ class ShardedParameters(CallParameters):
                 for unit, own in zip(self._gathers.units, present, strict=True):
                     unit.put(own)
 
+    def _use(self) -> None:
+        for unit, used in self._used:
+            unit.use(used)
+
     @contextmanager
     def _changes_noted(self) -> Iterator[None]:
         """Let autograd see writes into the parameters since the forward, as of an optimizer.
@@ -340,10 +344,10 @@ class ShardedParameters(CallParameters):
         values without an error.
         """
         divided = [one for _, used in self._used for one in used]
-        gathered_ones = [one for unit, _ in self._used for one in unit.gathered_parameters()]
+        complete = [one for unit, _ in self._used for one in unit.gathered_parameters()]
         changed = [
             one
-            for one, own, before in zip(gathered_ones, divided, self._values, strict=True)
+            for one, own, before in zip(complete, divided, self._values, strict=True)
             if one is not None and _values(own) != before
         ]
         # Private, in torch 2.11 and 2.13.

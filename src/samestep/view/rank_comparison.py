@@ -345,8 +345,10 @@ class InStep:
         is_full = state.lists is None and len(self._states) >= _MODULES
         if is_full or self._calls % _CALLS_OF_LISTS == 0:
             self.forget_lists()
-        lists = state.lists = state.lists or lists_of(module)
-        self._states.add(state)
+        if state.lists is None:
+            state.lists = lists_of(module)
+            self._states.add(state)
+        lists = state.lists
         try:
             values = chain.from_iterable([get(values) for values, get in lists.attributes])
             numbers = array("d", list(values))  # faster than from an iterator
